@@ -1,6 +1,6 @@
 """Channel mixers of spec 1 section 2 as explicit (d, d) matrices, one token at a time.
 
-Plain NumPy float64 with loops: slow on purpose, so that every line can be read against the specification.
+Plain NumPy float64 with loops: slow on purpose, to be read line by line against the spec.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def lowrank(weights: Weights, arg: np.ndarray, dim: int, *, act: str, scale: flo
 
 
 def spectral_normalise(k: np.ndarray, dim: int) -> np.ndarray:
-    """Divides by uᵀ K v + 1e-5 after 16 half-steps u ← norm(K v), v ← norm(K u) from 1/sqrt(dim)."""
+    """K / (uᵀ K v + 1e-5) after 16 half-steps u ← norm(K v), v ← norm(K u) from 1/sqrt(dim)."""
     u = np.full(len(k), dim**-0.5)
     v = np.full(len(k), dim**-0.5)
     for step in range(16):
@@ -122,7 +122,8 @@ def kronecker(
 
 
 def monarch(weights: Weights, arg: np.ndarray, dim: int, *, act: str, scale: float) -> np.ndarray:
-    """Block diagonal: I - s α U Uᵀ / (max column norm + 1e-5) per block."""
+    """Block diagonal: I - α U Uᵀ / (max column norm + 1e-5) per block; the scale plays no part."""
+    del scale
     alpha = sigmoid(generate(weights, "alpha", arg))
     raw = activate(act, generate(weights, "uv_project", arg)).reshape(len(alpha), -1)
     size = dim // len(alpha)
@@ -132,7 +133,7 @@ def monarch(weights: Weights, arg: np.ndarray, dim: int, *, act: str, scale: flo
         k = u @ u.T
         k = k / (max(np.linalg.norm(k[:, j]) for j in range(size)) + 1e-5)
         part = slice(i * size, (i + 1) * size)
-        q[part, part] -= scale * alpha[i] * k
+        q[part, part] -= alpha[i] * k
     return q
 
 
@@ -161,7 +162,7 @@ def orthogonal(
 def mixture(
     weights: Weights, arg: np.ndarray, dim: int, *, act: str, scale: float, spectral: bool = False
 ) -> np.ndarray:
-    """Product of mixers 0, 1, ... (0 first): householder of rank 1 at even places, kronecker at odd."""
+    """Mixers 0, 1, ... in sequence: householder of rank 1 at even places, kronecker at odd."""
     count = 1 + max(int(name.split(".")[1]) for name in weights)
     q = np.eye(dim)
     for i in range(count):
