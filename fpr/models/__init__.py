@@ -1,0 +1,1 @@
+"""One file per model; `base` is the road they all take."""
