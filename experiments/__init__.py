@@ -1,0 +1,1 @@
+"""Training, evaluation, data and reports around the `fpr` library."""

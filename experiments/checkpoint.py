@@ -1,0 +1,82 @@
+"""Checkpoints of a run with Orbax: asynchronous, the newest few kept, broken ones set aside."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+
+PyTree = Any
+
+
+class Checkpoints:
+    """Checkpoints `workdir/checkpoints/<step>`, saved asynchronously, the newest `keep` kept.
+
+    Use it as a context manager: leaving the block waits for the last save.
+    """
+
+    def __init__(self, workdir: Path, keep: int):
+        self.directory = workdir.absolute() / "checkpoints"
+        self._options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, create=True, enable_async_checkpointing=True
+        )
+        self._manager = ocp.CheckpointManager(self.directory, options=self._options)
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._manager.close()
+
+    def latest(self) -> int | None:
+        """Step of the newest checkpoint, or None."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: PyTree) -> None:
+        """Starts saving `state`; a step that is already there is left as it is."""
+        if step not in self._manager.all_steps():
+            # A copy: the next training step donates the state's buffers while this one writes.
+            copy = jax.tree.map(jnp.copy, state)
+            self._manager.save(step, args=ocp.args.StandardSave(copy))
+
+    def restore(self, like: PyTree, say: Callable[[str], None]) -> tuple[int, PyTree] | None:
+        """Restores the newest checkpoint that can be read.
+
+        One that cannot be read is moved to `workdir/damaged`, and `say` is told.
+
+        Args:
+          like: pytree of `jax.ShapeDtypeStruct` with the structure of the state; it is placed on
+            the first device, whatever machine wrote it.
+          say: prints one line.
+
+        Returns:
+          (step, state), or None when there is no readable checkpoint.
+        """
+        place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), like)
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            try:
+                return step, self._manager.restore(step, args=ocp.args.StandardRestore(like))
+            # A broken file can surface as almost any exception of Orbax, TensorStore or json.
+            except Exception as error:
+                reason = (str(error).splitlines() or [""])[0][:200]
+                moved = self._set_aside(step)
+                say(
+                    f"checkpoint {step} cannot be read ({type(error).__name__}: {reason}); moved "
+                    f"it to {moved} and trying the one before"
+                )
+        return None
+
+    def _set_aside(self, step: int) -> Path:
+        target = self.directory.parent / "damaged"
+        target.mkdir(exist_ok=True)
+        moved = Path(tempfile.mkdtemp(prefix=f"{step}-", dir=target)) / str(step)
+        shutil.move(self.directory / str(step), moved)
+        self._manager.reload()
+        return moved

@@ -1,0 +1,294 @@
+"""Experiment configs: defaults, completion, validation, and comparison with a workdir's config.
+
+A config file sets what it needs; `complete` adds every other key with its default, so that each
+key can be overridden on the command line and each unknown key is an error.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib.util
+import inspect
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_collections
+import numpy as np
+from fpr import registry
+from fpr.models import base
+
+from experiments import losses, optim, tasks
+from experiments.errors import UserError, unknown
+
+CONFIG_DIR = Path(__file__).parent / "configs"
+
+DEFAULTS: dict[str, Any] = {
+    "seed": 0,
+    "train": {
+        "steps": 1000,
+        "batch_size": 128,
+        "regime": "solve",  # "solve": spec 1; "carry": deep supervision, spec 2 section 3
+        "window": 4,  # carry: applications of f, all differentiated, in one optimiser step
+        "max_windows": 128,  # carry: a slot is refilled after this many windows
+        "log_every": 20,
+    },
+    "optimizer": {
+        "learning_rate": 1e-3,
+        "b1": 0.9,
+        "b2": 0.95,
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "warmup_steps": 0,
+        "schedule": "constant",
+        "final_fraction": 0.0,  # learning rate at the end of the schedule / its peak
+        "clip_norm": 0.0,  # 0: off
+    },
+    "ema": 0.0,  # decay of the averaged weights that evaluation uses; 0: off
+    "loss": "softmax",
+    "q_loss_weight": 0.0,
+    "eval": {
+        "every": 0,  # steps; 0: at the end only
+        "lengths": (16,),
+        "max_examples": 1000,  # per length
+        "batch_size": 128,
+    },
+    "checkpoint": {"every": 500, "keep": 3},
+}
+
+REGIMES = ("solve", "carry")
+
+# Keys that may differ when a run is continued: they do not change what a training step does.
+FREE = ("eval.", "checkpoint.", "train.log_every", "model.solver.eval.")
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}; lists become tuples, so that JSON compares equal."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping | ml_collections.ConfigDict):
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = tuple(value) if isinstance(value, list) else value
+    return flat
+
+
+def load(spec: str, overrides: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Loads and completes a config.
+
+    Args:
+      spec: "FILE.py" or "FILE.py:VARIANT".
+      overrides: raw overrides from the command line; only those that decide which other keys exist
+        (`model.solver.preset`, `model.adjoint.name`) are applied here.
+
+    Raises:
+      UserError: no such file, unknown variant or key.
+    """
+    path_text, _, variant = spec.partition(":")
+    path = Path(path_text)
+    if not path.is_file():
+        known = {p.name: p for p in CONFIG_DIR.glob("[a-z]*.py")}
+        raise unknown("config file", path_text, [f"experiments/configs/{n}" for n in sorted(known)])
+    module_spec = importlib.util.spec_from_file_location(f"config_{path.stem}", path)
+    if module_spec is None or module_spec.loader is None:
+        raise UserError(f"config file {path_text} is not a Python file")
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
+    if not hasattr(module, "get_config"):
+        raise UserError(f"config file {path_text} has no function get_config")
+    takes_variant = bool(inspect.signature(module.get_config).parameters)
+    if variant and not takes_variant:
+        raise UserError(f"config file {path_text} has no variants, but {variant!r} was asked for")
+    raw = module.get_config(variant) if variant else module.get_config()
+    config = raw.to_dict() if isinstance(raw, ml_collections.ConfigDict) else dict(raw)
+    return complete(config, overrides or {})
+
+
+def complete(config: Mapping[str, Any], overrides: Mapping[str, str] | None = None) -> dict:
+    """Adds the default of every key that `config` leaves out.
+
+    Raises:
+      UserError: unknown keys, or a missing `model` or `task`.
+    """
+    overrides = overrides or {}
+    config = copy.deepcopy(dict(config))
+    valid = [*DEFAULTS, "model", "task"]
+    for key in config:
+        if key not in valid:
+            raise unknown("config key", key, valid)
+    for key in ("model", "task"):
+        if not isinstance(config.get(key), Mapping) or "name" not in config[key]:
+            raise UserError(f"the config needs a section {key!r} with a 'name'")
+    done = copy.deepcopy(DEFAULTS)
+    for key, value in config.items():
+        if key in ("model", "task"):
+            continue
+        if not isinstance(done[key], dict):
+            done[key] = value
+            continue
+        for sub, sub_value in value.items():
+            if sub not in done[key]:
+                names = (f"{key}.{name}" for name in done[key])
+                raise unknown("config key", f"{key}.{sub}", names)
+            done[key][sub] = sub_value
+    done["task"] = tasks.options(config["task"]["name"]) | config["task"]
+    done["model"] = _complete_model(config["model"], overrides)
+    return done
+
+
+def _complete_model(model: dict[str, Any], overrides: Mapping[str, str]) -> dict[str, Any]:
+    """The model section with every option of the model, its solver and its adjoint."""
+    try:
+        full = _model_defaults(model["name"]) | model
+        solver = dict(model.get("solver", {}))
+        solver["preset"] = overrides.get("model.solver.preset", solver.get("preset", "fprm"))
+        adjoint = dict(model.get("adjoint", {"name": "one_step"}))
+        name = overrides.get("model.adjoint.name", adjoint["name"])
+        if name != adjoint["name"]:
+            adjoint = {"name": name}  # the options of another rule do not carry over
+        full["solver"] = {
+            "preset": solver["preset"],
+            "train": dataclasses.asdict(base.make_solver(solver, train=True)),
+            "eval": dataclasses.asdict(base.make_solver(solver, train=False)),
+        }
+        full["adjoint"] = {"name": name, **dataclasses.asdict(base.make_adjoint(adjoint))}
+    except (TypeError, ValueError) as error:
+        raise UserError(str(error)) from error
+    return full
+
+
+def _model_defaults(name: str) -> dict[str, Any]:
+    """Options of a model that have a default."""
+    if name not in registry.MODELS:
+        raise unknown("model.name", name, registry.MODELS)
+    fields = dataclasses.fields(registry.MODELS[name][1])
+    simple = (f for f in fields if f.name not in ("solver", "adjoint"))
+    return {f.name: f.default for f in simple if f.default is not dataclasses.MISSING}
+
+
+def check_overrides(config: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raises UserError for an override of a key that the config does not have."""
+    flat = flatten(config)
+    sections = {name.rsplit(".", i)[0] for name in flat for i in range(1, name.count(".") + 1)}
+    for name in names:
+        if name in sections:
+            raise UserError(f"config key {name!r} is a section; set one of its keys")
+        if name not in flat:
+            raise unknown("config key", name, flat)
+
+
+def validate(config: Mapping[str, Any]) -> tasks.Task:
+    """Checks a complete config, the model's shapes included; returns the task.
+
+    Raises:
+      UserError: a value that cannot work.
+    """
+    _check_types(config, DEFAULTS)
+    train, evaluation, checkpoint = config["train"], config["eval"], config["checkpoint"]
+    positive = {
+        "train.steps": train["steps"],
+        "train.batch_size": train["batch_size"],
+        "train.log_every": train["log_every"],
+        "train.window": train["window"],
+        "train.max_windows": train["max_windows"],
+        "eval.max_examples": evaluation["max_examples"],
+        "eval.batch_size": evaluation["batch_size"],
+        "checkpoint.every": checkpoint["every"],
+        "checkpoint.keep": checkpoint["keep"],
+    }
+    for name, value in positive.items():
+        if value < 1:
+            raise UserError(f"{name} must be at least 1, got {value}")
+    if evaluation["every"] < 0:
+        raise UserError(f"eval.every must be 0 (end only) or positive, got {evaluation['every']}")
+    lengths = evaluation["lengths"]
+    if not lengths or not all(isinstance(n, int) and n >= 1 for n in lengths):
+        raise UserError(f"eval.lengths must be whole numbers of at least 1, got {lengths}")
+    if not 0 <= config["ema"] < 1:
+        raise UserError(f"ema must be in [0, 1), got {config['ema']}")
+    if config["q_loss_weight"] < 0:
+        raise UserError(f"q_loss_weight must not be negative, got {config['q_loss_weight']}")
+    if config["loss"] not in losses.TOKEN_LOSSES:
+        raise unknown("loss", config["loss"], losses.TOKEN_LOSSES)
+    if train["regime"] not in REGIMES:
+        raise unknown("train.regime", train["regime"], REGIMES)
+    if config["seed"] < 0:
+        raise UserError(f"seed must not be negative, got {config['seed']}")
+    optim.validate(config["optimizer"])
+    task = tasks.build(config["task"], config["seed"])
+    _check_model(config, task)
+    return task
+
+
+def _check_types(config: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str = "") -> None:
+    for key, default in defaults.items():
+        value, name = config[key], f"{prefix}{key}"
+        if isinstance(default, dict):
+            if not isinstance(value, Mapping):
+                raise UserError(f"{name} must be a section, got {value!r}")
+            _check_types(value, default, f"{name}.")
+            continue
+        kinds = {float: (float, int), tuple: (tuple, list)}.get(type(default), (type(default),))
+        if not isinstance(value, kinds) or isinstance(value, bool) != isinstance(default, bool):
+            expected = type(default).__name__
+            raise UserError(f"{name} must be of type {expected}, got {value!r}")
+
+
+def _check_model(config: Mapping[str, Any], task: tasks.Task) -> None:
+    """Builds the model and runs its shapes at every length, without computing anything."""
+    model = config["model"]
+    try:
+        registry.build(model)
+        vocab = model.get("vocab_size")
+        if vocab != task.vocab_size:
+            raise UserError(
+                f"model.vocab_size is {vocab}, but the task {config['task']['name']!r} has "
+                f"{task.vocab_size} token ids, padding included"
+            )
+        batch_size = config["train"]["batch_size"]
+        shapes = None
+        for train, length in [
+            (True, task.length),
+            *((False, n) for n in config["eval"]["lengths"]),
+        ]:
+            tokens = jax.ShapeDtypeStruct((batch_size if train else 1, length), np.int32)
+            batch = {"tokens": tokens, "labels": tokens}
+            key = jax.eval_shape(lambda: jax.random.key(0))
+            if shapes is None:
+                shapes = jax.eval_shape(lambda b, k: registry.init(model, k, b), batch, key)
+
+            def run(params: Any, batch: Any, key: Any, train: bool = train) -> Any:
+                return registry.apply(model, params, batch, train=train, key=key)
+
+            out = jax.eval_shape(run, shapes, batch, key)
+    except UserError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise UserError(str(error)) from error
+    if config["train"]["regime"] == "carry":
+        if not out.state:
+            raise UserError(
+                f"train.regime 'carry' needs a model with a loop, not {model['name']!r}"
+            )
+        if model["solver"]["train"]["halting"] != "sample":
+            raise UserError(
+                "train.regime 'carry' refills slots one by one: model.solver.train.halting must be "
+                f"'sample', got {model['solver']['train']['halting']!r}"
+            )
+    if config["q_loss_weight"] and out.q_logits is None:
+        raise UserError(f"q_loss_weight needs a model with a Q head; {model['name']!r} has none")
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Keys in which two configs differ: {key: (old, new)}, None where a side lacks the key."""
+    a, b = flatten(old), flatten(new)
+    return {k: (a.get(k), b.get(k)) for k in sorted({*a, *b}) if a.get(k) != b.get(k)}
+
+
+def is_free(key: str, new: Mapping[str, Any]) -> bool:
+    """Whether a run may be continued although this key differs."""
+    if key == "train.steps":  # A longer run; the learning rate so far must not depend on it.
+        return new["optimizer"]["schedule"] == "constant"
+    return key.startswith(FREE)

@@ -1,0 +1,40 @@
+"""Quickstart: a small FPRM learns the word problem of S3 at length 16 and solves 32 and 48.
+
+python -m experiments.run --config=experiments/configs/quickstart.py --workdir=/tmp/quickstart
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    """The config."""
+    return ConfigDict(
+        {
+            "seed": 0,
+            "model": {
+                "name": "fprm",
+                "vocab_size": 7,  # padding and the 6 elements of S3
+                "seq_len": 16,
+                "hidden_size": 64,
+                "num_heads": 4,
+                "num_layers": 2,
+                "causal": True,
+                "rope": False,
+                "conv": "conv1d",
+                "conv_kernel": 4,
+                "alpha_1": 0.5,
+                "alpha_2": 0.5,
+                "solver": {
+                    "preset": "fprm",
+                    "train": {"tolerance": 0.1, "max_steps": 32},
+                    "eval": {"tolerance": 0.1, "max_steps": 400},
+                },
+                "adjoint": {"name": "one_step", "k": 4, "refine": True},
+            },
+            "task": {"name": "word_problem", "group": "S3", "length": 16},
+            "train": {"steps": 1000, "batch_size": 128},
+            "optimizer": {"learning_rate": 1e-3, "b2": 0.95},
+            "eval": {"every": 250, "lengths": (16, 32, 48), "max_examples": 512},
+            "checkpoint": {"every": 250, "keep": 2},
+        }
+    )

@@ -1,0 +1,157 @@
+"""Command line of the experiments: parses flags, starts a run, turns mistakes into one line.
+
+    python -m experiments.run --config=FILE[:VARIANT] --workdir=DIR [--config.a.b=VALUE]
+        [--mode=train|eval]
+
+Exit codes: 0 done, 1 the training diverged, 2 a mistake in the command, config or workdir,
+128 + n stopped by signal n with a checkpoint saved.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags, logging
+from ml_collections import ConfigDict, config_flags
+
+from experiments import config as configs
+from experiments.errors import UserError, unknown
+
+USAGE = (
+    "usage: python -m experiments.run --config=FILE[:VARIANT] --workdir=DIR "
+    "[--config.a.b=VALUE ...] [--mode=train|eval]"
+)
+MODES = ("train", "eval")
+
+
+def parse(argv: Sequence[str]) -> tuple[dict[str, Any], str, str]:
+    """Flags to (complete config, workdir, mode).
+
+    Args:
+      argv: the command line, program name first.
+
+    Raises:
+      UserError: unknown flags, config keys or variants; values of the wrong type.
+    """
+    values = flags.FlagValues()
+    flags.DEFINE_string("config", None, "FILE.py[:VARIANT]", flag_values=values)
+    flags.DEFINE_string("workdir", None, "directory of the run", flag_values=values)
+    flags.DEFINE_string("mode", "train", "train or eval", flag_values=values)
+    values.set_gnu_getopt(True)
+    try:
+        rest = values(list(argv), known_only=True)[1:]
+        for name in ("config", "workdir"):
+            if not values[name].value:
+                raise UserError(f"--{name} is missing; {USAGE}")
+        if values["mode"].value not in MODES:
+            raise unknown("--mode", values["mode"].value, MODES)
+        overrides = _overrides(rest)
+        config = configs.load(values["config"].value, overrides)
+        configs.check_overrides(config, overrides)
+        return _override(config, rest), values["workdir"].value, values["mode"].value
+    except flags.Error as error:
+        raise UserError(" ".join(str(error).split())) from error
+
+
+def _overrides(rest: Sequence[str]) -> dict[str, str]:
+    """["--config.a.b=1", "--config.c", "2"] -> {"a.b": "1", "c": "2"}."""
+    found: dict[str, str] = {}
+    words = iter(rest)
+    for word in words:
+        flag, has_value, value = word.lstrip("-").partition("=")
+        if not word.startswith("-"):
+            raise UserError(f"unexpected argument {word!r}; {USAGE}")
+        if not flag.startswith("config."):
+            raise unknown("flag", f"--{flag}", ("--config", "--workdir", "--mode"))
+        if not has_value:
+            value = next(words, "")
+            if not value or value.startswith("--"):
+                raise UserError(f"{word} needs a value, as in {word}=VALUE")
+        found[flag.removeprefix("config.")] = value
+    return found
+
+
+def _override(config: dict[str, Any], rest: Sequence[str]) -> dict[str, Any]:
+    """Applies the overrides, each parsed as the type of the value it replaces."""
+    argv = ["run", *rest]
+    values = flags.FlagValues()
+    holder = config_flags.DEFINE_config_dict(
+        "config", ConfigDict(config), flag_values=values, sys_argv=argv
+    )
+    values(argv)
+    return holder.value.to_dict()
+
+
+def start(argv: Sequence[str]) -> dict[str, Any]:
+    """Parses, checks everything, runs; returns the content of result.json.
+
+    Raises:
+      UserError: a mistake that the user can fix; nothing has been written over.
+    """
+    config, directory, mode = parse(argv)
+    task = configs.validate(config)
+
+    # Imported late: a mistake in the flags is told without waiting for these.
+    from experiments.context import Run
+    from experiments.progress import Progress
+    from experiments.result import evaluate_checkpoint
+    from experiments.train import train
+    from experiments.workdir import Workdir
+
+    with Workdir(directory, config, mode) as workdir, Progress() as progress:
+        for key, (old, new) in workdir.changed.items():
+            progress.say(f"{key} is now {new}, was {old}")
+        run = Run(config, task, Path(directory), progress)
+        return train(run) if mode == "train" else evaluate_checkpoint(run)
+
+
+def enable_compilation_cache() -> None:
+    """Keeps compiled programs between runs, outside of every workdir."""
+    import jax
+
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fpr" / "jax"
+        jax.config.update("jax_compilation_cache_dir", str(cache))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    from experiments.train import Diverged, Interrupted
+
+    argv = list(sys.argv if argv is None else argv)
+    logging.set_verbosity(logging.FATAL)  # Orbax reports what we handle and report ourselves.
+    if any(word in ("--help", "-h", "-help") for word in argv):
+        print(f"{__doc__}\n{_known_configs()}")
+        return 0
+    enable_compilation_cache()
+    try:
+        start(argv)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except Diverged as error:
+        print(
+            f"error: {error}; stopped, the last good checkpoint is kept. Try a smaller "
+            "optimizer.learning_rate or optimizer.clip_norm=1",
+            file=sys.stderr,
+        )
+        return 1
+    except Interrupted as error:
+        command = shlex.join(["python", "-m", "experiments.run", *argv[1:]])
+        print(f"{error}; to continue: {command}", file=sys.stderr)
+        return 128 + error.signum
+    return 0
+
+
+def _known_configs() -> str:
+    names = sorted(p.name for p in configs.CONFIG_DIR.glob("[a-z]*.py"))
+    return "configs: " + ", ".join(f"experiments/configs/{name}" for name in names)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

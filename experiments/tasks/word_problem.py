@@ -1,0 +1,142 @@
+"""Word problems of finite groups: from group elements x_1..x_T predict every running product.
+
+Sequences are computed from (seed, split, index) when they are needed and never stored, so a run
+can be continued at any step and two machines see the same data.
+
+Composition order: the label at position t is s_t = x_1·x_2·…·x_t with s_t = s_{t-1}·x_t, and for
+permutations p·q means "first p, then q". Token id = element + 1; 0 is padding, which the task
+itself never produces. Labels are token ids too, and -100 marks positions that do not count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+
+import numpy as np
+
+from experiments.tasks import groups
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _hash(counter: np.ndarray) -> np.ndarray:
+    """SplitMix64's output function: uint64 counters to well-mixed uint64 values."""
+    x = counter * _GOLDEN
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _stream_key(*parts: object) -> np.uint64:
+    """A 64-bit key for the stream named by `parts`; different parts, unrelated streams."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return np.uint64(int.from_bytes(digest, "little"))
+
+
+@dataclasses.dataclass(frozen=True)
+class WordProblem:
+    """The word problem of one group.
+
+    Attributes:
+      group: group name, see `experiments.tasks.groups`.
+      length: number of elements in a training sequence.
+      min_length: if positive, training sequences have a random length between `min_length` and
+        `length`; the rest of the sequence is padding (token 0, label -100).
+      train_sequences: size of the training set; 0 means that every sequence is new.
+      seed: seed of the data, part of its identity.
+    """
+
+    group: str = "S3"
+    length: int = 16
+    min_length: int = 0
+    train_sequences: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "group", groups.canonical_name(self.group))
+        if self.length < 1:
+            raise ValueError(f"task.length must be at least 1, got {self.length}")
+        if not 0 <= self.min_length <= self.length:
+            raise ValueError(
+                f"task.min_length must be between 0 (off) and task.length={self.length}, "
+                f"got {self.min_length}"
+            )
+        if self.train_sequences < 0:
+            raise ValueError(
+                f"task.train_sequences must be 0 (endless) or positive, got {self.train_sequences}"
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids: the group's elements and padding."""
+        return groups.group(self.group).order + 1
+
+    @property
+    def title(self) -> str:
+        """For tables and figures."""
+        return f"the word problem of {self.group}"
+
+    def identity(self, split: str) -> dict[str, object]:
+        """What names the data of `split` exactly; written into result.json."""
+        return {"task": "word_problem", "group": self.group, "seed": self.seed, "split": split}
+
+    def train_batch(self, step: int, batch_size: int) -> dict[str, np.ndarray]:
+        """The training batch of optimiser step `step` (0-based): `tokens`, `labels` (B, T)."""
+        index = np.arange(step * batch_size, (step + 1) * batch_size, dtype=np.int64)
+        if self.train_sequences:
+            epoch, index = np.divmod(index, self.train_sequences)
+            index = self._shuffled(index, epoch)
+        batch = self.sequences("train", self.length, index)
+        if self.min_length:
+            low, high = self.min_length, self.length
+            draw = _hash(_stream_key(self.seed, "lengths") + index.astype(np.uint64))
+            lengths = low + (draw % np.uint64(high - low + 1)).astype(np.int64)
+            beyond = np.arange(self.length) >= lengths[:, None]
+            batch["tokens"][beyond] = 0
+            batch["labels"][beyond] = -100
+        return batch
+
+    def eval_batch(self, length: int, start: int, count: int) -> dict[str, np.ndarray]:
+        """Evaluation sequences `start` .. `start + count - 1` of the given length."""
+        return self.sequences("eval", length, np.arange(start, start + count, dtype=np.int64))
+
+    def sequences(self, split: str, length: int, index: np.ndarray) -> dict[str, np.ndarray]:
+        """The sequences numbered `index` of a split.
+
+        Args:
+          split: name of the stream, "train" or "eval"; streams are unrelated to each other.
+          length: elements per sequence T, at least 1.
+          index: (B,) integers.
+
+        Returns:
+          `tokens` and `labels`, both (B, T) int32.
+        """
+        if length < 1:
+            raise ValueError(f"sequence length must be at least 1, got {length}")
+        group = groups.group(self.group)
+        key = _stream_key(self.seed, self.group, split, length)
+        rows = _hash(key ^ _hash(index.astype(np.uint64)))
+        draws = _hash(rows[:, None] + np.arange(1, length + 1, dtype=np.uint64))
+        elements = (draws % np.uint64(group.order)).astype(np.int64)
+        products = np.empty_like(elements)
+        products[:, 0] = elements[:, 0]
+        for t in range(1, length):
+            products[:, t] = group.table[products[:, t - 1], elements[:, t]]
+        return {
+            "tokens": (elements + 1).astype(np.int32),
+            "labels": (products + 1).astype(np.int32),
+        }
+
+    def _shuffled(self, index: np.ndarray, epoch: np.ndarray) -> np.ndarray:
+        """A different order of 0..N-1 in each epoch: i -> (a i + b) mod N with a coprime to N."""
+        n = self.train_sequences
+        shuffled = np.empty_like(index)
+        for e in np.unique(epoch):
+            rng = np.random.Generator(np.random.Philox(key=[self.seed, int(e)]))
+            a, b = int(rng.integers(1, n + 1)), int(rng.integers(n))
+            while np.gcd(a, n) != 1:
+                a = a % n + 1
+            mine = epoch == e
+            shuffled[mine] = (index[mine] * a + b) % n
+        return shuffled
