@@ -22,10 +22,10 @@ def truncated_normal_init(std: float) -> nn.initializers.Initializer:
     return nn.initializers.truncated_normal(stddev=std / 0.87962566103423978)
 
 
-def rms_norm(x: jax.Array, eps: float = 1e-5) -> jax.Array:
-    """x / sqrt(mean(x²) + eps) over the last axis, without gain, computed in float32."""
+def rms_norm(x: jax.Array, eps: float = 1e-5, axis: int = -1) -> jax.Array:
+    """x / sqrt(mean(x²) + eps) over one axis, without gain, computed in float32."""
     y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
+    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=axis, keepdims=True) + eps)
     return y.astype(x.dtype)
 
 

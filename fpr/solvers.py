@@ -61,7 +61,9 @@ def batch_size(tree: PyTree) -> int:
     """
     leaves = jax.tree.leaves(tree)
     if not leaves:
-        raise ValueError("fixed_point: z0 has no arrays; it must hold at least one of shape (B, ...)")
+        raise ValueError(
+            "fixed_point: z0 has no arrays; it must hold at least one of shape (B, ...)"
+        )
     shapes = [jnp.shape(leaf) for leaf in leaves]
     if any(not shape for shape in shapes):
         raise ValueError(f"fixed_point: every leaf of z0 needs a leading batch axis, got {shapes}")

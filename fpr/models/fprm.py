@@ -212,8 +212,8 @@ class FPRMLayer(base.Layer):
         dtype = base.dtype_of(c.dtype)
         z, x = z.astype(dtype), x.astype(dtype)
 
-        def norm(v: jax.Array) -> jax.Array:
-            return layers.rms_norm(v, c.norm_eps)
+        def norm(v: jax.Array, axis: int = -1) -> jax.Array:
+            return layers.rms_norm(v, c.norm_eps, axis)
 
         if c.conv != "none":
             p = c.num_registers
@@ -223,21 +223,19 @@ class FPRMLayer(base.Layer):
             z = norm(z)
         z = a2 * z + b2 * x
 
-        def sublayer(g: Any, z: jax.Array) -> jax.Array:
+        def sublayer(g: Any, z: jax.Array, axis: int = -1) -> jax.Array:
             if c.norm_type == "pre":
-                return a1 * z + b1 * g(norm(z))
+                return a1 * z + b1 * g(norm(z, axis))
             if c.norm_type == "post":
-                return norm(a1 * z + b1 * g(z))
-            return a1 * z + b1 * norm(g(norm(z)))
+                return norm(a1 * z + b1 * g(z), axis)
+            return a1 * z + b1 * norm(g(norm(z, axis)), axis)
 
-        for token_mixer, mlp in zip(self.token_mixers, self.mlps):
-            mix = token_mixer
+        for mixer, mlp in zip(self.token_mixers, self.mlps):
             if c.mlp_t:
-
-                def mix(v: jax.Array, token_mixer: Any = token_mixer) -> jax.Array:
-                    return token_mixer(v.swapaxes(1, 2)).swapaxes(1, 2)
-
-            z = sublayer(mix, z)
+                # As released: this sublayer's norm, too, runs over each channel's positions.
+                z = sublayer(lambda v, g=mixer: g(v.swapaxes(1, 2)).swapaxes(1, 2), z, axis=1)
+            else:
+                z = sublayer(mixer, z)
             z = sublayer(mlp, z)
         return norm(z) if c.norm_placement == "output" else z
 
