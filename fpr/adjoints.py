@@ -95,7 +95,7 @@ def _with_float0(real: list[jax.Array], like: PyTree) -> PyTree:
         next(rest) if _is_float(leaf) else jnp.zeros(jnp.shape(leaf), jax.dtypes.float0)
         for leaf in leaves
     ]
-    return treedef.unflatten(out)
+    return jax.tree.unflatten(treedef, out)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -141,7 +141,7 @@ class Adjoint:
     def solve(
         self, f: Fn, solver: Damped, params: PyTree, x: PyTree, state: SolverState, max_steps: Cap
     ) -> tuple[PyTree, SolverState]:
-        """Runs the solver; returns (value, final state), the value carrying this rule's gradient."""
+        """Runs the solver: (value, final state); the value carries this rule's gradient."""
         return _solve(f, solver, self, params, x, state, max_steps)
 
     def pullback(
@@ -231,9 +231,10 @@ class Implicit(Adjoint):
     """The exact gradient: solves u = z̄ + Jᵀ u to a tolerance, by a fixed point of its own.
 
     Jᵀ has the eigenvalues of J, so the damped iteration that finds z* also finds u: undamped where
-    the spectral radius of J is below 1, damped where only the real parts are. The equation is solved
-    per sample, from u = z̄ and scaled by the largest entry of z̄. Derivatives of any order work,
-    because the linear solve is itself a `fixed_point` with this rule. Memory: one application of f.
+    the spectral radius of J is below 1, damped where only the real parts are. The equation is
+    solved per sample, from u = z̄ and scaled by the largest entry of z̄. Reverse derivatives of any
+    order work, because the linear solve is itself a `fixed_point` with this rule. Memory: one
+    application of f.
 
     Attributes:
       tolerance: relative change ‖u_new - u‖_∞ / ‖u_new‖_∞ at which a sample's solve stops.

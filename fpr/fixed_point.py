@@ -177,7 +177,8 @@ def _explicit(
     no gradient, or leak a tracer.
     """
     closed, out = jax.make_jaxpr(f, return_shape=True)(params, x, z0)
-    want, got = jax.tree.structure(z0), jax.tree.structure(out)
+    want: Any = jax.tree.structure(z0)
+    got: Any = jax.tree.structure(out)
     if want != got:
         raise ValueError(f"fixed_point: f returns the structure {got}, but z0 has {want}")
     for a, b in zip(jax.tree.leaves(z0), jax.tree.leaves(out)):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 Dtype = Any
-# Truncated normal at ±2σ with σ corrected for the truncation, std 1/sqrt(fan_in) (spec 2 section 1).
+# Truncated normal at ±2σ, σ corrected for the truncation, std 1/sqrt(fan_in) (spec 2 section 1).
 fan_in_init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
 
 
@@ -144,14 +144,15 @@ class ShortConv(nn.Module):
         k, (_, t, d) = self.kernel_size, x.shape
         kernel = self.param("kernel", depthwise_init, (k, d)).astype(self.dtype)
         padded = jnp.pad(x.astype(self.dtype), ((0, 0), (k - 1, 0), (0, 0)))
-        y = sum(kernel[j] * padded[:, j : j + t] for j in range(k))
+        taps = [kernel[j] * padded[:, j : j + t] for j in range(k)]
+        y = functools.reduce(jnp.add, taps)
         if self.use_bias:
             y = y + self.param("bias", nn.initializers.zeros_init(), (d,)).astype(self.dtype)
         return y
 
 
 class GridConv(nn.Module):
-    """Depthwise 2-D convolution, zero padding "same", on a square grid in row order: (B, G·G, D)."""
+    """Depthwise 2-D convolution, zero padding "same", on a square grid by rows: (B, G·G, D)."""
 
     kernel_size: int = 3
     use_bias: bool = False
@@ -165,9 +166,10 @@ class GridConv(nn.Module):
         low, high = (k - 1) // 2, k // 2
         grid = x.astype(self.dtype).reshape(b, side, side, d)
         padded = jnp.pad(grid, ((0, 0), (low, high), (low, high), (0, 0)))
-        y = sum(
+        taps = [
             kernel[i, j] * padded[:, i : i + side, j : j + side] for i in range(k) for j in range(k)
-        )
+        ]
+        y = functools.reduce(jnp.add, taps)
         if self.use_bias:
             y = y + self.param("bias", nn.initializers.zeros_init(), (d,)).astype(self.dtype)
         return y.reshape(b, t, d)

@@ -110,10 +110,11 @@ def apply(
         solver = base.make_solver(model.config.solver, train)
     if adjoint is None:
         adjoint = base.make_adjoint(model.config.adjoint) if train else OneStep()
-    return model.apply(
+    output: Any = model.apply(
         {"params": params}, batch,
         solver=solver, adjoint=adjoint, key=key, state=state, max_steps=max_steps,
     )  # fmt: skip
+    return output
 
 
 def trace(
@@ -132,9 +133,10 @@ def trace(
     model = build(config)
     if solver is None:
         solver = base.make_solver(model.config.solver, False)
-    return model.apply(
+    path: Any = model.apply(
         {"params": params}, batch, solver=solver, steps=steps, key=key, method="trace_layer"
     )
+    return path
 
 
 def load(workdir: str | pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -83,7 +83,7 @@ def select(mask: jax.Array, on_true: PyTree, on_false: PyTree) -> PyTree:
 
 
 def residual(new: PyTree, old: PyTree) -> jax.Array:
-    """Residual of each sample (B,), float32: the module docstring's equation, `new` being f(old)."""
+    """Residual of each sample (B,), float32: the equation above with `new` = f(`old`)."""
 
     def leaf(a: jax.Array, b: jax.Array) -> jax.Array:
         if a.size == 0:
@@ -233,7 +233,7 @@ class Damped:
         tested = state.best_residual if self.residual == "best" else state.residual
         if self.halting == "sample":
             return (tested < self.tolerance) | (state.step_size < self.min_step_size)
-        # A failed sample has ended: it must neither hold the batch back nor turn the quantile to NaN.
+        # A failed sample has ended: it must not hold the batch back or turn the quantile to NaN.
         tested = jnp.where(state.failed, 0.0, tested)
         step_size = jnp.where(state.failed, 0.0, state.step_size)
         stop = jnp.quantile(tested, self.stop_fraction) < self.tolerance

@@ -68,7 +68,6 @@ def check_fp_rnn_solver(arrays, train):
 
 def fprm_config(config):
     """Our options for a released config (JSON in the golden files)."""
-    modes = {None: "none", "input-independent": "input_independent"}
     return FPRMConfig(
         vocab_size=2,
         seq_len=config["seq_len"],
@@ -86,7 +85,7 @@ def fprm_config(config):
         conv=config["conv_type"],
         conv_kernel=config["conv_kernel_size"],
         conv_bias=config["conv_bias"],
-        residual_scale=modes.get(config["residual_scale"], str(config["residual_scale"]).replace("-", "_")),
+        residual_scale=(config["residual_scale"] or "none").replace("-", "_"),
         outer_only=config["outer_only"],
         alpha_1=config["alpha_1_init"],
         alpha_2=config["alpha_2_init"],

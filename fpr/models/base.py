@@ -203,9 +203,7 @@ def parse_options(cls: Any, options: Mapping[str, Any], what: str) -> Any:
 
 def _typed(value: Any, field: dataclasses.Field[Any], what: str) -> Any:
     kind = str(field.type).split(" | ")[0]
-    allowed: dict[str, tuple[type, ...]] = {
-        "int": (int,), "float": (int, float), "bool": (bool,), "str": (str,),
-    }  # fmt: skip
+    allowed: dict[str, Any] = {"int": int, "float": (int, float), "bool": bool, "str": str}
     if kind in allowed and not (value is None and "None" in str(field.type)):
         if not isinstance(value, allowed[kind]) or (isinstance(value, bool) and kind != "bool"):
             raise ValueError(f"{what}.{field.name}={value!r}, allowed: a value of type {kind}")

@@ -96,10 +96,9 @@ class FPRMConfig:
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"model.{name}={getattr(self, name)!r}{base.nearest(getattr(self, name), allowed)}"
-                )
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(f"model.{name}={value!r}{base.nearest(value, allowed)}")
         positive = ("vocab_size", "seq_len", "hidden_size", "num_heads", "num_layers")
         for name in (*positive, "conv_kernel", "expansion", "softmax_temp", "norm_eps"):
             if not getattr(self, name) > 0:
@@ -152,6 +151,8 @@ class FPRMLayer(base.Layer):
     def setup(self) -> None:
         c = self.config
         dtype = base.dtype_of(c.dtype)
+        self.conv: Any
+        self.token_mixers: Any
         if c.conv == "conv1d":
             self.conv = layers.ShortConv(c.conv_kernel, c.conv_bias, dtype)
         elif c.conv == "conv2d":

@@ -53,10 +53,10 @@ def attention(weights, name, v, config):
 
 
 def convolve(weights, v, config):
-    """Depthwise convolution of one sample's tokens (T, D): causal in 1-D, "same" on a square grid."""
+    """Depthwise convolution of one sample (T, D): causal in 1-D, "same" on a square grid."""
     kernel = weights["conv.weight"]
     out = np.zeros_like(v)
-    t, d = v.shape
+    t = v.shape[0]
     if config["conv_type"] == "conv1d":
         taps = kernel.shape[-1]
         for i in range(t):
@@ -65,7 +65,7 @@ def convolve(weights, v, config):
                 if source >= 0:
                     out[i] += kernel[:, 0, j] * v[source]
     else:
-        side, taps = int(round(t**0.5)), kernel.shape[-1]
+        side, taps = round(t**0.5), kernel.shape[-1]
         for r in range(side):
             for c in range(side):
                 for i in range(taps):

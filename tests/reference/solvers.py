@@ -40,7 +40,7 @@ def fprm_trajectory(f, z0, tolerance, decay, patience, iterations, step_size=1.0
 
 
 def fp_rnn_solve(f, y0, tolerance, step_size, decay, patience, cap, outliers):
-    """Batch-wide halting of spec 1 section 4: final y, best residuals and step sizes per iteration."""
+    """Batch-wide halting of spec 1 section 4: final y, best residuals, step sizes per iteration."""
     y = np.array(y0, np.float64)
     b = y.shape[0]
     s, p, best = np.full(b, step_size), np.full(b, patience), np.full(b, np.inf)
