@@ -17,11 +17,11 @@ from typing import Any
 import jax
 import ml_collections
 import numpy as np
-from fpr import registry
-from fpr.models import base
 
 from experiments import losses, optim, tasks
 from experiments.errors import UserError, unknown
+from fpr import registry
+from fpr.models import base
 
 CONFIG_DIR = Path(__file__).parent / "configs"
 
@@ -153,7 +153,8 @@ def _complete_model(model: dict[str, Any], overrides: Mapping[str, str]) -> dict
             "train": dataclasses.asdict(base.make_solver(solver, train=True)),
             "eval": dataclasses.asdict(base.make_solver(solver, train=False)),
         }
-        full["adjoint"] = {"name": name, **dataclasses.asdict(base.make_adjoint(adjoint))}
+        rule: Any = base.make_adjoint(adjoint)
+        full["adjoint"] = {"name": name, **dataclasses.asdict(rule)}
     except (TypeError, ValueError) as error:
         raise UserError(str(error)) from error
     return full

@@ -11,11 +11,11 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import fpr
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import fpr
 from experiments import losses
 from experiments.context import Run
 

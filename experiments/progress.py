@@ -1,4 +1,4 @@
-"""What a run prints: a live progress line on a terminal, plain lines every few seconds elsewhere."""
+"""What a run prints: a live line on a terminal, a plain line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLAIN_INTERVAL = 10.0  # seconds between lines where there is no terminal
 
 def duration(seconds: float) -> str:
     """Seconds as "42s", "3m07s" or "2h05m"."""
-    s = int(round(max(0.0, seconds)))
+    s = round(max(0.0, seconds))
     if s < 60:
         return f"{s}s"
     return f"{s // 60}m{s % 60:02d}s" if s < 3600 else f"{s // 3600}h{s % 3600 // 60:02d}m"

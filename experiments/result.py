@@ -10,8 +10,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from fpr import registry
-from fpr.models import base
 
 from experiments import optim, report
 from experiments.checkpoint import Checkpoints
@@ -21,6 +19,8 @@ from experiments.evaluate import Evaluator, pad_batch
 from experiments.progress import duration
 from experiments.steps import TrainState, averaged, init_state
 from experiments.workdir import write_json
+from fpr import registry
+from fpr.models import base
 
 TRACED_EXAMPLES = 8
 MAX_TRACED_STEPS = 200

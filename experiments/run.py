@@ -45,15 +45,16 @@ def parse(argv: Sequence[str]) -> tuple[dict[str, Any], str, str]:
     values.set_gnu_getopt(True)
     try:
         rest = values(list(argv), known_only=True)[1:]
-        for name in ("config", "workdir"):
-            if not values[name].value:
+        spec, directory, mode = (str(values[n].value or "") for n in ("config", "workdir", "mode"))
+        for name, value in (("config", spec), ("workdir", directory)):
+            if not value:
                 raise UserError(f"--{name} is missing; {USAGE}")
-        if values["mode"].value not in MODES:
-            raise unknown("--mode", values["mode"].value, MODES)
+        if mode not in MODES:
+            raise unknown("--mode", mode, MODES)
         overrides = _overrides(rest)
-        config = configs.load(values["config"].value, overrides)
+        config = configs.load(spec, overrides)
         configs.check_overrides(config, overrides)
-        return _override(config, rest), values["workdir"].value, values["mode"].value
+        return _override(config, rest), directory, mode
     except flags.Error as error:
         raise UserError(" ".join(str(error).split())) from error
 

@@ -11,17 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import fpr
 import jax
 import jax.numpy as jnp
 import optax
+
+import fpr
+from experiments import losses
 from fpr.adjoints import Unrolled
 from fpr.solvers import select
 
-from experiments import losses
-
 PyTree = Any
-Batch = Mapping[str, jax.Array]
+Batch = Mapping[str, Any]
 Config = Mapping[str, Any]
 
 
@@ -102,7 +102,7 @@ def make_train_step(
     them in the solve regime): `finished` (their number), `sequences_correct`, `tokens_correct`,
     `tokens`, `solver_steps`, `converged`.
     """
-    objective = {"solve": _solve, "carry": _window}[config["train"]["regime"]]
+    objective: Callable[..., Any] = _REGIMES[config["train"]["regime"]]
     root = jax.random.fold_in(jax.random.key(config["seed"]), 1)
     decay = config["ema"]
 
@@ -152,11 +152,14 @@ def _window(
     return _loss(config, out, batch), (new, _metrics(out, batch, done))
 
 
+_REGIMES: dict[str, Callable[..., Any]] = {"solve": _solve, "carry": _window}
+
+
 def _loss(config: Config, out: fpr.Output, batch: Batch) -> jax.Array:
     """Mean over each example's labelled tokens, then over the batch; plus the Q head's loss."""
     token_loss = losses.TOKEN_LOSSES[config["loss"]](out.logits, batch["labels"])
     loss = jnp.mean(losses.per_example(token_loss, batch["labels"]))
-    if config["q_loss_weight"]:
+    if config["q_loss_weight"] and out.q_logits is not None:
         correct = losses.sequence_correct(out.logits, batch["labels"])
         loss += config["q_loss_weight"] * jnp.mean(losses.halting_loss(out.q_logits, correct))
     return loss

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from fpr.registry import flatten
 
 from experiments import config as configs
 from experiments.errors import UserError
 from experiments.report import read_metrics
+from fpr.registry import flatten
 
 OUR_FILES = ("metrics.jsonl", "checkpoints", "weights.npz", "result.json")
 
@@ -125,7 +125,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Calls `write` with a temporary path beside `path`, then renames it into place."""
     temporary = path.with_name(f".tmp-{path.name}")
     write(temporary)
@@ -135,17 +135,17 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Writes an indented JSON file, atomically."""
     text = json.dumps(plain(content), indent=2) + "\n"
-    write_atomically(path, lambda p: p.write_text(text) and None)
+    write_atomically(path, lambda p: p.write_text(text))
 
 
 def write_weights(path: Path, params: Mapping[str, Any]) -> None:
     """Writes the .npz that `fpr.load` reads: params with their names joined by "/"."""
-    arrays = {name: np.asarray(value) for name, value in flatten(params).items()}
+    arrays: dict[str, Any] = {n: np.asarray(value) for n, value in flatten(params).items()}
     write_atomically(path, lambda p: np.savez(p, **arrays))
 
 
 class MetricsLog:
-    """Appends records to metrics.jsonl and TensorBoard; continuing at a step drops what is later."""
+    """Appends records to metrics.jsonl and TensorBoard; drops what is later than the start."""
 
     def __init__(self, workdir: Path, start: int):
         """`start`: optimiser steps already done; records of later steps are removed."""
@@ -154,7 +154,7 @@ class MetricsLog:
         self.path = workdir / "metrics.jsonl"
         self.records = [r for r in read_metrics(self.path) if r["step"] <= start]
         text = "".join(json.dumps(r) + "\n" for r in self.records)
-        write_atomically(self.path, lambda p: p.write_text(text) and None)
+        write_atomically(self.path, lambda p: p.write_text(text))
         self._file = open(self.path, "a")  # noqa: SIM115 - open for the whole run
         self._events = SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1)
 
@@ -165,7 +165,7 @@ class MetricsLog:
         self._file.close()
         self._events.close()
 
-    def add(self, record: Mapping[str, Any]) -> None:
+    def add(self, record: dict[str, Any]) -> None:
         """Adds one record; it has `step`, `split` and, for evaluations, `length`."""
         record = plain(record)
         self.records.append(record)

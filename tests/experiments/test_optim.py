@@ -1,0 +1,83 @@
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from experiments import config, optim
+from experiments.errors import UserError
+
+DEFAULTS = config.DEFAULTS["optimizer"]
+
+
+def rates(steps=100, **change):
+    schedule = optim.schedule(DEFAULTS | {"learning_rate": 1.0} | change, steps)
+    return np.array([float(schedule(s)) for s in range(steps + 1)])
+
+
+def test_constant():
+    assert (rates() == 1.0).all()
+
+
+def test_warmup_rises_to_the_peak_and_never_starts_at_zero():
+    r = rates(warmup_steps=10)
+    np.testing.assert_allclose(r[:10], np.linspace(0.1, 1.0, 10), rtol=1e-6)
+    assert (r[10:] == 1.0).all()
+    assert rates(warmup_steps=1)[0] == 1.0
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear"])
+def test_decay_ends_at_the_final_fraction(name):
+    r = rates(schedule=name, warmup_steps=20, final_fraction=0.1)
+    assert r[20] == pytest.approx(1.0)
+    assert r[60] == pytest.approx(0.55)
+    assert r[100] == pytest.approx(0.1)
+    assert (np.diff(r[20:]) <= 0).all()
+
+
+def test_decay_mask_spares_scales_biases_and_norms():
+    params = {
+        "layer": {"alpha_1": 0, "kernel": 0, "bias": 0, "RMSNorm_0": {"scale": 0}},
+        "embedding": 0,
+    }
+    assert optim.decay_mask(params) == {
+        "layer": {
+            "alpha_1": False, "kernel": True, "bias": False, "RMSNorm_0": {"scale": False},
+        },
+        "embedding": True,
+    }  # fmt: skip
+
+
+def step(gradient, **change):
+    """The first update of two parameters, one of them not decayed."""
+    optimizer = optim.make_optimizer(DEFAULTS | {"learning_rate": 0.1} | change, 10)
+    params = {"kernel": jnp.full(2, 2.0), "bias": jnp.full(2, 2.0)}
+    grads = {"kernel": jnp.asarray(gradient), "bias": jnp.zeros(2)}
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    return optax.apply_updates(params, updates)
+
+
+def test_weight_decay_is_decoupled():
+    new = step([0.0, 0.0], weight_decay=0.5)
+    np.testing.assert_allclose(new["kernel"], 2.0 - 0.1 * 0.5 * 2.0)
+    np.testing.assert_allclose(new["bias"], 2.0)
+
+
+def test_clipping_acts_on_the_global_norm():
+    # A large eps makes Adam's first update nearly proportional to the gradient.
+    change = {"eps": 1e4, "learning_rate": 1e2}
+    free, clipped = (step([30.0, 40.0], clip_norm=c, **change)["kernel"] for c in (0.0, 5.0))
+    np.testing.assert_allclose((2.0 - free) / 10, 2.0 - clipped, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schedule": "cosin"}, "did you mean 'cosine'"),
+        ({"learning_rate": 0.0}, "optimizer.learning_rate must be positive, got 0.0"),
+        ({"b2": 1.0}, r"optimizer.b2 must be in \[0, 1\), got 1.0"),
+        ({"weight_decay": -1.0}, "optimizer.weight_decay must not be negative, got -1.0"),
+    ],
+)
+def test_bad_values(change, message):
+    with pytest.raises(UserError, match=message):
+        optim.validate(DEFAULTS | change)
