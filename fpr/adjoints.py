@@ -41,13 +41,19 @@ def _shield(failed: jax.Array, tree: PyTree) -> PyTree:
     return jax.lax.cond(jnp.any(failed), swap, lambda tree: tree, tree)
 
 
+def _unless_all(failed: jax.Array, tree: PyTree) -> PyTree:
+    """Zeroes the cotangents of shared parameters where no sample was left to `_shield` with."""
+    return _mask(jnp.all(failed), tree)
+
+
 def _mask(failed: jax.Array, tree: PyTree) -> PyTree:
-    """Zeroes the cotangents of failed samples; float0 leaves (of integers) pass through."""
+    """Zeroes cotangents where `failed`, (B,) or (); float0 leaves (of integers) pass through."""
 
     def leaf(a: jax.Array) -> jax.Array:
         if a.dtype == jax.dtypes.float0:
             return a
-        return jnp.where(solvers.per_sample(failed, a), jnp.zeros_like(a), a)
+        mask = solvers.per_sample(failed, a) if failed.ndim else failed
+        return jnp.where(mask, jnp.zeros_like(a), a)
 
     return jax.tree.map(leaf, tree)
 
@@ -74,7 +80,7 @@ def _guarded_bwd(f: Fn, saved: PyTree, ct: PyTree) -> tuple[PyTree, PyTree, PyTr
     grads = jax.lax.cond(jnp.any(failed), redo, lambda ct: _real(pullback(ct)), ct)
     # float0 cotangents of integer inputs cannot leave a cond: put them back here.
     dparams, dx, dz = _with_float0(grads, (params, x, z))
-    return dparams, _mask(failed, dx), _mask(failed, dz)
+    return _unless_all(failed, dparams), _mask(failed, dx), _mask(failed, dz)
 
 
 guarded.defvjp(_guarded_fwd, _guarded_bwd)
@@ -124,7 +130,7 @@ def _solve_bwd(f, solver, adjoint, saved, cts):
     ct = _mask(failed, cts[0])  # The state is bookkeeping: no gradient through cts[1].
     dparams, dx = adjoint.pullback(f, params, _shield(failed, x), _shield(failed, z), ct)
     no_grad = jax.tree.map(_zero_cotangent, (state, max_steps))
-    return (dparams, _mask(failed, dx), *no_grad)
+    return (_unless_all(failed, dparams), _mask(failed, dx), *no_grad)
 
 
 _solve.defvjp(_solve_fwd, _solve_bwd)
@@ -295,13 +301,16 @@ class Unrolled(Adjoint):
 
     def solve(self, f, solver, params, x, state, max_steps):
         length = solver.max_steps if max_steps is None else max_steps
-        if isinstance(length, jax.Array):
-            raise ValueError("Unrolled needs a static max_steps: pass a Python whole number")
+        if not isinstance(length, int) or length < 0:
+            raise ValueError(
+                f"Unrolled: max_steps={length!r}, allowed: a Python whole number >= 0 (its loop is "
+                "unrolled to a fixed length, the same for all samples)"
+            )
 
         def body(s: SolverState, _: None) -> tuple[SolverState, None]:
             return solver.update(s, guarded(f, params, x, s.z)), None
 
-        state, _ = jax.lax.scan(body, state, None, length=int(length))
+        state, _ = jax.lax.scan(body, state, None, length=length)
         return solver.value(state), state
 
 

@@ -34,7 +34,8 @@ class Solution(NamedTuple):
       value: z*, with the structure and types of z0; carries the gradient.
       steps: (B,) int32, applications of f until the sample halted.
       residual: (B,) float32, the residual that was compared with the tolerance: the last, or the
-        best so far if the solver says so; inf for a sample in which f returned NaN or inf.
+        best so far if the solver says so; inf for a sample in which f returned NaN or inf (with
+        `return_best`, that of the value returned).
       converged: (B,) bool, residual < tolerance and never NaN or inf. A sample that ran into the
         cap or into the smallest step size has not converged.
       state: the solver's state, detached; pass it as `state` to go on where this call stopped.
@@ -85,13 +86,17 @@ def fixed_point(
       A `Solution`.
 
     Raises:
-      ValueError: f changes the structure or shape of z; batch axes disagree; empty or non-float z0.
+      ValueError: f changes the structure or shape of z; batch axes disagree; empty or non-float z0;
+        a state of other shapes; max_steps that is neither a whole number nor (B,) of them.
     """
     z0 = jax.tree.map(jnp.asarray, z0)
     _check(x, z0)
     f, (params, consts) = _explicit(f, params, x, z0)
+    fresh = solver.init(z0)
     if state is None:
-        state = solver.init(z0)
+        state = fresh
+    else:
+        _check_state(state, fresh)
     value, state = adjoint.solve(f, solver, (params, consts), x, state, max_steps)
     state = jax.lax.stop_gradient(state)
     return Solution(
@@ -136,8 +141,8 @@ def trace(
     Raises:
       ValueError: steps < 1, or as `fixed_point`.
     """
-    if steps < 1:
-        raise ValueError(f"trace: steps={steps}, allowed: a whole number >= 1")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"trace: steps={steps!r}, allowed: a whole number >= 1")
     z0 = jax.tree.map(jnp.asarray, z0)
     _check(x, z0)
     f, (params, consts) = _explicit(f, params, x, z0)
@@ -165,6 +170,19 @@ def _check(x: PyTree, z0: PyTree) -> None:
             raise ValueError(
                 f"fixed_point: x has a leaf of shape {shape}, z0 has batch size {b}; every leaf of "
                 "x needs the same leading batch axis (put what samples share into params)"
+            )
+
+
+def _check_state(state: SolverState, fresh: SolverState) -> None:
+    def spec(field: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf: (jnp.shape(leaf), str(jnp.result_type(leaf))), field)
+
+    for name in SolverState._fields:
+        got, want = spec(getattr(state, name)), spec(getattr(fresh, name))
+        if got != want:
+            raise ValueError(
+                f"fixed_point: state.{name} is {got}, but the solver and z0 need {want}: a state "
+                "goes on with the batch, the shapes of z0 and the `return_best` it came from"
             )
 
 

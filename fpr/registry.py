@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import pathlib
+import zipfile
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,6 +46,8 @@ def build(config: Config) -> Model:
     Raises:
       ValueError: unknown model or key (with the nearest valid name), or options that cannot work.
     """
+    if not hasattr(config, "items"):
+        raise ValueError(f"model={config!r}, allowed: a mapping with the key 'name'")
     options = to_dict(config)
     name = options.pop("name", None)
     if name not in MODELS:
@@ -154,12 +158,15 @@ def load(workdir: str | pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]:
             raise ValueError(f"{file} does not exist; expected the workdir of experiments.run")
     try:
         config = json.loads(config_file.read_text())["model"]
-    except (json.JSONDecodeError, KeyError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{config_file} is not a run's config: {error!r}") from error
     try:
-        with np.load(weights_file) as arrays:
+        arrays = np.load(weights_file)
+        if not isinstance(arrays, np.lib.npyio.NpzFile):
+            raise ValueError("not an .npz archive")
+        with arrays:
             flat = {name: jnp.asarray(arrays[name]) for name in arrays.files}
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{weights_file} cannot be read: {error}") from error
     return config, unflatten(flat)
 

@@ -83,16 +83,21 @@ def select(mask: jax.Array, on_true: PyTree, on_false: PyTree) -> PyTree:
 
 
 def residual(new: PyTree, old: PyTree) -> jax.Array:
-    """Residual of each sample (B,), float32: the equation above with `new` = f(`old`)."""
+    """Residual of each sample (B,), float32: the equation above with `new` = f(`old`).
+
+    Computed in float32, in float64 for float64 iterates; inf where it is not a number.
+    """
 
     def leaf(a: jax.Array, b: jax.Array) -> jax.Array:
         if a.size == 0:
             raise ValueError(f"fixed_point: an iterate of shape {a.shape} has no elements")
-        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        dtype = jnp.promote_types(a.dtype, jnp.float32)
+        a, b = a.astype(dtype), b.astype(dtype)
         if a.ndim == 1:  # A scalar per sample is its own only channel.
             a, b = a[:, None], b[:, None]
         change = jnp.max(jnp.abs(a - b), axis=-1) / (jnp.max(jnp.abs(a), axis=-1) + _EPS)
-        return jnp.max(change.reshape(a.shape[0], -1), axis=1)
+        worst = jnp.max(change.reshape(a.shape[0], -1), axis=1).astype(jnp.float32)
+        return jnp.where(jnp.isnan(worst), jnp.inf, worst)
 
     new, old = jax.lax.stop_gradient((new, old))
     leaves = [leaf(a, b) for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(old))]
@@ -147,9 +152,9 @@ class Damped:
 
         check("step_size", 0.0 < self.step_size <= 1.0, "0 < step_size <= 1")
         check("decay", 0.0 < self.decay <= 1.0, "0 < decay <= 1")
-        check("patience", self.patience >= 1, "a whole number >= 1")
+        check("patience", _whole(self.patience), "a whole number >= 1")
         check("tolerance", self.tolerance >= 0.0, "tolerance >= 0")
-        check("max_steps", self.max_steps >= 1, "a whole number >= 1")
+        check("max_steps", _whole(self.max_steps), "a whole number >= 1")
         check("min_step_size", self.min_step_size >= 0.0, "min_step_size >= 0")
         check("halting", self.halting in ("sample", "batch", "never"), "sample, batch, never")
         check("stop_fraction", 0.0 < self.stop_fraction <= 1.0, "0 < stop_fraction <= 1")
@@ -236,6 +241,8 @@ class Damped:
         # A failed sample has ended: it must not hold the batch back or turn the quantile to NaN.
         tested = jnp.where(state.failed, 0.0, tested)
         step_size = jnp.where(state.failed, 0.0, state.step_size)
+        # Infinities would make the quantile's interpolation NaN.
+        tested = jnp.minimum(tested, jnp.finfo(tested.dtype).max)
         stop = jnp.quantile(tested, self.stop_fraction) < self.tolerance
         stop |= jnp.max(step_size) < self.min_step_size
         return jnp.broadcast_to(stop, state.halted.shape)
@@ -254,8 +261,14 @@ class Damped:
         Returns:
           The state after the last iteration.
         """
-        cap = jnp.asarray(self.max_steps if max_steps is None else max_steps, jnp.int32)
-        cap = jnp.broadcast_to(cap, state.halted.shape)
+        cap = jnp.asarray(self.max_steps if max_steps is None else max_steps)
+        b = state.halted.shape[0]
+        if not jnp.issubdtype(cap.dtype, jnp.integer) or cap.shape not in ((), (b,)):
+            raise ValueError(
+                f"fixed_point: max_steps of shape {cap.shape} and type {cap.dtype}, allowed: a "
+                f"whole number or whole numbers of shape ({b},), one per sample"
+            )
+        cap = jnp.broadcast_to(cap, (b,))
 
         def going(carry: tuple[jax.Array, SolverState]) -> jax.Array:
             i, s = carry
@@ -266,6 +279,10 @@ class Damped:
             return i + 1, self.update(s, step(s.z), i < cap)
 
         return jax.lax.while_loop(going, body, (jnp.zeros((), jnp.int32), state))[1]
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 _PRESETS: dict[tuple[str, bool], dict[str, Any]] = {

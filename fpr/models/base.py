@@ -112,8 +112,12 @@ class Model(nn.Module):
         state: tuple[SolverState, ...] | None = None,
         max_steps: jax.Array | int | None = None,
     ) -> Output:
+        check_batch(batch)
         h = self.embed(batch)
         states: list[SolverState] = []
+        loops = sum(layer.loop for layer in self.layers)
+        if state is not None and len(state) != loops:
+            raise ValueError(f"state holds {len(state)} solver states, the model has {loops} loops")
         steps, residuals, converged = [], [], []
         for i, layer in enumerate(self.layers):
             x = layer.inject(h)
@@ -167,6 +171,7 @@ class Model(nn.Module):
         key: jax.Array | None = None,
     ) -> Trace:
         """Every iterate of the first looped layer's solve (N = steps)."""
+        check_batch(batch)
         h = self.embed(batch)
         for i, layer in enumerate(self.layers):
             x = layer.inject(h)
@@ -176,6 +181,28 @@ class Model(nn.Module):
                 return trace(f, params, x, z0, solver=solver, steps=steps)
             h = layer.readout(h, x, layer.step(x, z0))
         raise ValueError(f"{type(self).__name__} has no loop to trace")
+
+
+def check_batch(batch: Mapping[str, jax.Array]) -> None:
+    """Checks what all models read from a batch.
+
+    Raises:
+      ValueError: no tokens, tokens that are not (B, T) whole numbers with B, T >= 1, or puzzle_ids
+        that are not (B,) whole numbers.
+    """
+    if "tokens" not in batch:
+        raise ValueError(f"batch has the keys {sorted(batch)}, but needs 'tokens'")
+    shape = jnp.shape(batch["tokens"])
+    if len(shape) != 2 or 0 in shape:
+        raise ValueError(f"batch['tokens'] has shape {shape}, allowed: (B, T) with B, T >= 1")
+    for name, want in (("tokens", shape), ("puzzle_ids", shape[:1])):
+        if name in batch:
+            got, dtype = jnp.shape(batch[name]), jnp.result_type(batch[name])
+            if got != want or not jnp.issubdtype(dtype, jnp.integer):
+                raise ValueError(
+                    f"batch[{name!r}] has shape {got} and type {dtype}, allowed: whole numbers of "
+                    f"shape {want}"
+                )
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
@@ -190,15 +217,31 @@ def parse_options(cls: Any, options: Mapping[str, Any], what: str) -> Any:
     """Builds the frozen dataclass `cls` from a mapping.
 
     Raises:
-      ValueError: an unknown key (with the nearest valid one), or a value of another type.
+      ValueError: an unknown key (with the nearest valid one), a missing one, or a value of another
+        type.
     """
+    _check_mapping(options, what)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     values = {}
     for name, value in options.items():
         if name not in fields:
             raise ValueError(f"unknown key {name!r} in {what}{nearest(name, fields)}")
         values[name] = _typed(value, fields[name], what)
+    missing = [
+        name
+        for name, field in fields.items()
+        if name not in values
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ValueError(f"{what} lacks {', '.join(missing)}")
     return cls(**values)
+
+
+def _check_mapping(options: Any, what: str) -> None:
+    if not hasattr(options, "items"):  # An ml_collections ConfigDict is not a Mapping.
+        raise ValueError(f"{what}={options!r}, allowed: a mapping of option names to values")
 
 
 def _typed(value: Any, field: dataclasses.Field[Any], what: str) -> Any:
@@ -213,6 +256,7 @@ def _typed(value: Any, field: dataclasses.Field[Any], what: str) -> Any:
 
 def make_solver(options: Mapping[str, Any], train: bool) -> Damped:
     """`Damped` from a config: {"preset": name, "train": {field: value}, "eval": {field: value}}."""
+    _check_mapping(options, "model.solver")
     for name in options:
         if name not in ("preset", "train", "eval"):
             raise ValueError(
@@ -220,8 +264,9 @@ def make_solver(options: Mapping[str, Any], train: bool) -> Damped:
             )
     which = "train" if train else "eval"
     base = solvers.preset(options.get("preset", "fprm"), train)
-    changes = dict(options.get(which, {}))
-    return parse_options(Damped, dataclasses.asdict(base) | changes, f"model.solver.{which}")
+    changes = options.get(which, {})
+    _check_mapping(changes, f"model.solver.{which}")
+    return parse_options(Damped, dataclasses.asdict(base) | dict(changes), f"model.solver.{which}")
 
 
 _ADJOINTS: dict[str, Callable[..., Adjoint]] = {
@@ -234,6 +279,7 @@ _ADJOINTS: dict[str, Callable[..., Adjoint]] = {
 
 def make_adjoint(options: Mapping[str, Any]) -> Adjoint:
     """Gradient rule from a config: {"name": "one_step", "k": 4, ...}."""
+    _check_mapping(options, "model.adjoint")
     rest = dict(options)
     name = rest.pop("name", "one_step")
     if name not in _ADJOINTS:

@@ -287,12 +287,10 @@ class FPRM(base.Model):
 
 
 def _check_length(config: FPRMConfig, shape: tuple[int, ...]) -> None:
-    fixed = [name for name in ("conv2d", "mlp_t") if config.conv == name or config.mlp_t]
-    if len(shape) != 2 or shape[1] < 1 or shape[0] < 1:
-        raise ValueError(f"batch['tokens'] has shape {shape}, allowed: (B, T) with B, T >= 1")
-    if (config.mlp_t or config.conv == "conv2d") and shape[1] != config.seq_len:
+    fixed = "mlp_t" if config.mlp_t else "conv2d" if config.conv == "conv2d" else None
+    if fixed and shape[1] != config.seq_len:
         raise ValueError(
-            f"batch['tokens'] has length {shape[1]}, but {fixed[0]} fixes it to model.seq_len="
+            f"batch['tokens'] has length {shape[1]}, but {fixed} fixes it to model.seq_len="
             f"{config.seq_len}"
         )
 
