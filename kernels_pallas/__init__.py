@@ -1,0 +1,9 @@
+"""Pallas kernels for scans on TPU (Mosaic) and GPU (Mosaic GPU); depends on JAX alone.
+
+Every function takes platform="tpu" | "gpu"; `fpr.scan` chooses it at lowering.
+"""
+
+from kernels_pallas.common import supports_mosaic_gpu
+from kernels_pallas.linear_scan import linear_scan, linear_scan_bwd
+
+__all__ = ["linear_scan", "linear_scan_bwd", "supports_mosaic_gpu"]

@@ -1,0 +1,120 @@
+"""What every kernel here needs: block sizes, argument checks, the scan inside one tile of registers.
+
+Nothing in this file looks at a device; kernels are chosen by the caller or at lowering.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+FLOATS = ("float32", "bfloat16", "float16")
+SUBLANES = 8
+LANES = 128
+PLATFORMS = ("tpu", "gpu")
+
+log = logging.getLogger(__name__)
+
+
+def cdiv(n: int, k: int) -> int:
+    """Ceiling of n / k."""
+    return -(-n // k)
+
+
+def round_up(n: int, k: int) -> int:
+    """The smallest multiple of k that is at least n."""
+    return cdiv(n, k) * k
+
+
+def check_float(name: str, x) -> None:
+    """Raises ValueError unless x holds a floating type that the kernels read and write."""
+    if jnp.dtype(x.dtype).name not in FLOATS:
+        raise ValueError(f"{name} has dtype {x.dtype}; the kernels take {', '.join(FLOATS)}")
+
+
+def check_platform(platform: str) -> None:
+    """Raises ValueError unless there is a kernel family for the platform."""
+    if platform not in PLATFORMS:
+        raise ValueError(f"platform={platform!r}; kernels exist for {PLATFORMS}")
+
+
+def row_tile(*dtypes) -> int:
+    """Rows of time read at once: one full register tile of the narrowest type (8 f32, 16 bf16)."""
+    return max(SUBLANES * 4 // jnp.dtype(d).itemsize for d in dtypes)
+
+
+@functools.cache
+def supports_mosaic_gpu() -> bool:
+    """Whether the GPU kernels can run in this process; says so once in the log when they cannot.
+
+    Mosaic GPU needs compute capability 9.0 (Hopper) or newer. In a process without a GPU this is
+    True, so that programs exported here for a GPU carry the kernels.
+    """
+    if jax.default_backend() != "gpu":
+        return True
+    capability = [str(getattr(d, "compute_capability", "0.0")) for d in jax.local_devices()]
+    usable = all(float(c) >= 9.0 for c in capability)
+    if not usable:
+        log.warning(
+            "Pallas GPU kernels need compute capability 9.0 (Hopper) or newer, found %s: "
+            "using the XLA forms",
+            ", ".join(sorted(set(capability))),
+        )
+    return usable
+
+
+def tile_scan(a: jax.Array, x: jax.Array, carry: jax.Array, reverse: bool) -> jax.Array:
+    """h_t = a_t h_{t-1} + x_t over the 8 rows of one register tile, in three doubling steps.
+
+    Doubling only multiplies and adds, so decays of exactly 0 or 1 and products that underflow are
+    harmless (a log-space form would not survive them).
+
+    Args:
+      a, x: float32 (b, 8, d).
+      carry: float32 (b, 1, d), the state before the first row (after the last, if reverse).
+      reverse: run from row 7 to row 0.
+
+    Returns:
+      h, float32 (b, 8, d).
+    """
+    rows = a.shape[1]
+    row = lax.broadcasted_iota(jnp.int32, a.shape, 1)
+    step = 1
+    while step < rows:
+        shift = rows - step if reverse else step
+        inside = row < rows - step if reverse else row >= step
+        x = jnp.where(inside, a * pltpu.roll(x, shift, 1) + x, x)
+        a = jnp.where(inside, a * pltpu.roll(a, shift, 1), a)
+        step *= 2
+    return a * carry + x
+
+
+def shift_rows(x: jax.Array, edge: jax.Array, reverse: bool) -> jax.Array:
+    """Row t of the result is x[t-1] (x[t+1] if reverse); `edge` (b, 1, d) fills the free row."""
+    rows = x.shape[1]
+    row = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    free = row == (rows - 1 if reverse else 0)
+    return jnp.where(free, edge, pltpu.roll(x, rows - 1 if reverse else 1, 1))
+
+
+def last_row(x: jax.Array, reverse: bool) -> jax.Array:
+    """The row of (b, rows, d) that a scan reaches last, as (b, 1, d)."""
+    return x[:, :1] if reverse else x[:, -1:]
+
+
+def time_semantics(parallel: int) -> pltpu.CompilerParams:
+    """`parallel` independent grid axes, then the time axis, which must run in order."""
+    return pltpu.CompilerParams(dimension_semantics=("parallel",) * parallel + ("arbitrary",))
+
+
+def time_spec(block: tuple[int, int, int], chunks: int, reverse: bool) -> pl.BlockSpec:
+    """Block of a (B, T, D) array on the grid (B, D, T); a reversed scan reverses the index map."""
+    if reverse:
+        return pl.BlockSpec(block, lambda b, d, c: (b, chunks - 1 - c, d))
+    return pl.BlockSpec(block, lambda b, d, c: (b, c, d))

@@ -1,0 +1,60 @@
+"""What the kernel tests share: random inputs, error measures, cross-lowering, race detection."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+
+# Rounding of the output type; the carry is float32 whatever the type.
+TOLERANCE = {"float32": 3e-6, "bfloat16": 8e-3, "float16": 1e-3}
+
+
+def normal(seed: int, *shape: int, dtype=jnp.float32) -> jax.Array:
+    """Standard normal values, different for every seed."""
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def uniform(seed: int, low: float, high: float, *shape: int, dtype=jnp.float32) -> jax.Array:
+    """Uniform values in [low, high)."""
+    return jnp.asarray(np.random.default_rng(seed).uniform(low, high, size=shape), dtype)
+
+
+def error(got, want) -> float:
+    """Largest absolute error over the largest wanted magnitude (at least 1); NaN counts as infinite."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert got.shape == want.shape, (got.shape, want.shape)
+    if not np.isfinite(got).all():
+        return float("inf")
+    return float(np.abs(got - want).max(initial=0) / max(1.0, np.abs(want).max(initial=0)))
+
+
+def assert_close(got, want, tolerance: float) -> None:
+    """Asserts `error` below the tolerance for every pair of leaves."""
+    for k, (g, w) in enumerate(zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)):
+        e = error(g, w)
+        assert e < tolerance, f"output {k}: error {e:.3g}, allowed {tolerance:.3g}"
+
+
+def lower(f, platform: str, *shapes) -> str:
+    """StableHLO of jit(f) for "tpu" or "cuda", made on this CPU; fails where a kernel does not lower."""
+    return export.export(jax.jit(f), platforms=[platform])(*shapes).mlir_module()
+
+
+def struct(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
+    """A shape to lower with."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def kernel_calls(text: str) -> int:
+    """How many Pallas kernels a lowered module launches."""
+    return text.count("@tpu_custom_call") + text.count("@mosaic_gpu_v2")
+
+
+def races_found() -> bool:
+    """Whether the last run under pltpu.InterpretParams(detect_races=True) saw a race."""
+    # The flag has no public name in JAX 0.10 or 0.11.
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    return interpret_pallas_call.races.races_found
