@@ -114,6 +114,13 @@ def l2_normalize(x: Array, eps: float = _EPS) -> Array:
     return (wide * inverse).astype(x.dtype)
 
 
+def safe_norm(x: Array) -> Array:
+    """‖x‖₂ over the last axis, kept, with gradient 0 at 0."""
+    square = jnp.sum(x * x, axis=-1, keepdims=True)
+    positive = square > 0.0
+    return jnp.where(positive, jnp.sqrt(jnp.where(positive, square, 1.0)), 0.0)
+
+
 def divisor_pair(dim: int) -> tuple[int, int]:
     """(a, b), a ≤ b, a b = dim, as near to a square as possible."""
     a = next(i for i in range(math.isqrt(dim), 0, -1) if dim % i == 0)
@@ -268,9 +275,7 @@ def _monarch(dim: int, options: MixerOptions) -> Kind:
     def factors(raw: Mapping[str, Array]) -> Factors:
         values = ACTIVATIONS[options.act](raw["uv_project"])
         k = _gram(values.reshape(*values.shape[:-1], blocks, entries), size)
-        square = jnp.max(jnp.sum(k * k, axis=-2), axis=-1)[..., None, None]
-        positive = square > 0.0
-        norm = jnp.where(positive, jnp.sqrt(jnp.where(positive, square, 1.0)), 0.0)
+        norm = jnp.max(safe_norm(k), axis=-2, keepdims=True)  # k is symmetric: rows are columns
         return jax.nn.sigmoid(raw["alpha"])[..., None, None] * k / (norm + _EPS)
 
     def transform(k: Factors, v: Array) -> Array:
@@ -291,10 +296,10 @@ def _dense(dim: int, options: MixerOptions) -> Kind:
         k = _gram(ACTIVATIONS[options.act](raw["proj"]), dim)
         v = jnp.full(k.shape[:-1], dim**-0.5, k.dtype)
         for _ in range(32):
-            w = _matvec(k, v)
-            v = l2_normalize(w)
-        # w = λ v with v = norm(w), so vᵀ w is ‖w‖ with a finite gradient where K is 0
-        return k / (jnp.sum(v * w, axis=-1)[..., None, None] + _EPS)
+            v = _matvec(k, v)
+            norm = safe_norm(v) + _EPS
+            v = v / norm
+        return k / norm[..., None]
 
     return Kind({"proj": Generator(dim * (dim + 1) // 2, low_rank=True)}, factors, _matvec)
 
@@ -365,6 +370,26 @@ def effective_kernel(params: Params) -> Array:
     if "gain" not in params:
         return kernel
     return l2_normalize(kernel.T, 1e-12).T * params["gain"]
+
+
+class NormedLinear(nn.Module):
+    """Linear map without bias, weight-normalised unless `weight_norm` is False."""
+
+    features: int
+    weight_norm: bool = True
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        def init(key: Array, part: str) -> Array:
+            return init_linear(
+                key, x.shape[-1], self.features, bias=False, weight_norm=self.weight_norm
+            )[part]
+
+        params = {"kernel": self.param("kernel", init, "kernel")}
+        if self.weight_norm:
+            # Flax folds the parameter's name into the key: norm of the stored kernel, not a redraw
+            params["gain"] = self.param("gain", lambda _: jnp.linalg.norm(params["kernel"], axis=0))
+        return x @ effective_kernel(params).astype(x.dtype)
 
 
 # --- the interface --------------------------------------------------------------------------------

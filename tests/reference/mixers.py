@@ -147,7 +147,7 @@ def dense(weights: Weights, arg: np.ndarray, dim: int, *, act: str, scale: float
     for _ in range(32):
         v = k @ v
         norm = float(np.linalg.norm(v))
-        v = v / max(norm, 1e-5)
+        v = v / (norm + 1e-5)
     return k / (norm + 1e-5)
 
 
