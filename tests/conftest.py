@@ -1,0 +1,13 @@
+"""Settings of the whole suite: compiled programs are kept on disk, Hypothesis repeats itself."""
+
+import pathlib
+
+import hypothesis
+import jax
+
+CACHE = pathlib.Path(__file__).resolve().parents[1] / ".jax_cache"
+jax.config.update("jax_compilation_cache_dir", str(CACHE))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+hypothesis.settings.register_profile("fpr", derandomize=True, deadline=None, max_examples=25)
+hypothesis.settings.load_profile("fpr")
