@@ -1,4 +1,4 @@
-"""What every kernel here needs: block sizes, argument checks, the scan inside one tile of registers.
+"""What every kernel here needs: block sizes, argument checks, the scan of one register tile.
 
 Nothing in this file looks at a device; kernels are chosen by the caller or at lowering.
 """
@@ -110,7 +110,8 @@ def last_row(x: jax.Array, reverse: bool) -> jax.Array:
 
 def time_semantics(parallel: int) -> pltpu.CompilerParams:
     """`parallel` independent grid axes, then the time axis, which must run in order."""
-    return pltpu.CompilerParams(dimension_semantics=("parallel",) * parallel + ("arbitrary",))
+    axes = pltpu.GridDimensionSemantics
+    return pltpu.CompilerParams(dimension_semantics=[axes.PARALLEL] * parallel + [axes.ARBITRARY])
 
 
 def time_spec(block: tuple[int, int, int], chunks: int, reverse: bool) -> pl.BlockSpec:

@@ -1,4 +1,4 @@
-"""Diagonal linear recurrence on GPU (Mosaic GPU, Hopper or newer): one body for every direction and pass.
+"""Diagonal linear recurrence on GPU (Mosaic GPU, Hopper or newer): one body for all passes.
 
 A block owns 128 channels of one sequence, one channel a thread, and streams time through shared
 memory with the bulk copy engine, several tiles ahead. Where batch and channels alone leave
@@ -26,14 +26,12 @@ FILL = 132  # blocks that keep every multiprocessor of an H100 or H200 busy
 MIN_SPAN = 256  # shorter spans of time are not worth a second pass
 
 
-def _scan_kernel(
-    *refs, mode: str, reverse: bool, dims: tuple[int, int, int], tile: int, stages: int
-):
+def _scan_kernel(*refs, mode: str, reverse: bool, dims: tuple[int, int], tile: int, stages: int):
     """Scans one (sequence, 128 channels) column of the grid, all of its time.
 
     mode "forward":   a, x, h0 -> h, h_last
-    mode "aggregate": a, x, 0, 1 -> h_last, product of a         (nothing per time step is written)
-    mode "adjoint":   a, dh, h, dlast, h0 -> dx, da, dh0         (runs against the forward's direction)
+    mode "aggregate": a, x, 0, 1 -> h_last, product of a     (nothing per time step is written)
+    mode "adjoint":   a, dh, h, dlast, h0 -> dx, da, dh0     (against the forward's direction)
     mode "adjoint_aggregate": a, dh, 0, 1 -> the carry that leaves, product of a
     """
     adjoint = mode.startswith("adjoint")
@@ -44,7 +42,7 @@ def _scan_kernel(
     cut = [n_in, n_state, n_out, 1, 0 if writes else 1, n_in, n_out]
     gmem_in, states, gmem_out, (last_ref,), prod_ref, smem_in, smem_out, rest = _split(refs, cut)
     (barrier,) = rest
-    batch, time, dim = dims
+    time, dim = dims
     tiles = time // tile
     backwards = reverse != adjoint
     block = lax.axis_index("block")
@@ -72,7 +70,7 @@ def _scan_kernel(
         fetch(jnp.int32(i))
 
     order = range(tile - 1, -1, -1) if backwards else range(tile)
-    h0 = states[1][b, at_d] if mode == "adjoint" else None
+    h0 = states[-1][b, at_d]  # read by mode "adjoint" only
 
     def one_tile(i, carry):
         state, prod = carry
@@ -96,7 +94,7 @@ def _scan_kernel(
                     else:
                         h = smem_in[2][slot, t + offset].astype(jnp.float32)
                     near.append(h)
-            results = []
+            results: list[tuple[jax.Array, ...]] = []
             for k, (a, x) in enumerate(loaded):
                 if adjoint:
                     g = state + x
@@ -145,7 +143,7 @@ def _split(refs, counts):
 
 
 def _call(mode, inputs, states, out_dtypes, *, reverse, interpret):
-    """Runs the kernel; inputs (B, T, D) with T a multiple of TILE, D of LANES; states float32 (B, D)."""
+    """Runs the kernel: inputs (B, T, D), T a multiple of TILE and D of LANES; states (B, D)."""
     batch, time, dim = inputs[0].shape
     bytes_in, bytes_out = (
         sum(TILE * LANES * jnp.dtype(d).itemsize for d in dtypes)
@@ -161,7 +159,7 @@ def _call(mode, inputs, states, out_dtypes, *, reverse, interpret):
             _scan_kernel,
             mode=mode,
             reverse=reverse,
-            dims=(batch, time, dim),
+            dims=(time, dim),
             tile=TILE,
             stages=stages,
         ),
@@ -188,7 +186,7 @@ def _spans(batch: int, time: int, dim: int, chunk: int | None) -> int:
 
 
 def _padded(v, time: int, dim: int, fill: float):
-    """v (B, T, D) extended with `fill` to (B, time, dim); the array itself where nothing is missing."""
+    """v (B, T, D) extended with `fill` to (B, time, dim); v itself where nothing is missing."""
     _, t, d = v.shape
     if (t, d) == (time, dim):
         return v

@@ -1,7 +1,7 @@
 """Diagonal linear recurrence on TPU (Mosaic): one kernel body for both directions and both passes.
 
 The grid is (batch, channels, time chunks) with time innermost and in order; the carry lives in VMEM
-scratch and is reset at the first chunk. Fully ragged shapes are handled in the kernel: no padded copies.
+scratch and is reset at the first chunk. Ragged shapes are handled in the kernel: no padded copies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_CHUNK = 256  # time steps in one block
 
 
 def _blocks(shape: tuple[int, int, int], rows: int, chunk: int | None) -> tuple[int, int, int]:
-    """Block (batch, time, channels) for arrays of `shape`; small channel counts take more batch rows."""
+    """Block (batch, time, channels) for arrays of `shape`; few channels take more batch rows."""
     batch, time, dim = shape
     block_d = dim if dim <= MAX_BLOCK else MAX_BLOCK
     block_b = max(1, min(batch, MAX_BLOCK // common.round_up(block_d, common.LANES)))
@@ -33,9 +33,9 @@ def _scan_kernel(*refs, time: int, rows: int, reverse: bool, adjoint: bool):
     """One (batch, time, channel) block.
 
     Forward: reads a, x, h0; writes h_t = a_t h_{t-1} + x_t and the last state.
-    Adjoint: runs against the forward's direction. Reads a, the cotangents of h and of the last state
-    (in the place of h0), and h, h's neighbouring rows and h0; with c_t = a_{t+1} g_{t+1} it writes
-    g_t = dh_t + c_t (the cotangent of x), g_t h_{t-1} (that of a) and a_0 g_0 (that of h0).
+    Adjoint: runs against the forward's direction. Reads a, the cotangents of h and of the last
+    state (in the place of h0), h, h's neighbouring rows and h0; with c_t = a_{t+1} g_{t+1} it
+    writes g_t = dh_t + c_t (cotangent of x), g_t h_{t-1} (that of a) and a_0 g_0 (that of h0).
     """
     if adjoint:
         a_ref, x_ref, first_ref, h_ref, edge_ref, h0_ref, out_ref, da_ref, last_ref, carry_ref = (
@@ -64,7 +64,7 @@ def _scan_kernel(*refs, time: int, rows: int, reverse: bool, adjoint: bool):
         if ragged:  # rows past the end leave the state as it is
             a = jnp.where(t < time, a, 1.0)
             x = jnp.where(t < time, x, 0.0)
-        out = []
+        out: list[jax.Array] = []
         for r in range(0, rows, common.SUBLANES):
             r = rows - common.SUBLANES - r if backwards else r
             a8, x8 = a[:, r : r + common.SUBLANES], x[:, r : r + common.SUBLANES]
@@ -101,7 +101,7 @@ def _scan_kernel(*refs, time: int, rows: int, reverse: bool, adjoint: bool):
 
 
 def _call(arrays, first, *, reverse, adjoint, h0=None, out_dtypes, chunk, interpret):
-    """Builds and runs the pallas_call; arrays = (a, x) or (a, dh, h), first and h0 (B, 1, D) float32."""
+    """Runs the kernel: arrays (a, x) or (a, dh, h) of (B, T, D); first and h0 (B, 1, D) float32."""
     batch, time, dim = arrays[0].shape
     rows = common.row_tile(*(v.dtype for v in arrays), *out_dtypes)
     block = _blocks((batch, time, dim), rows, chunk)

@@ -22,7 +22,7 @@ def uniform(seed: int, low: float, high: float, *shape: int, dtype=jnp.float32) 
 
 
 def error(got, want) -> float:
-    """Largest absolute error over the largest wanted magnitude (at least 1); NaN counts as infinite."""
+    """Largest absolute error over the largest wanted magnitude (at least 1); inf for NaN."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert got.shape == want.shape, (got.shape, want.shape)
     if not np.isfinite(got).all():
@@ -38,7 +38,7 @@ def assert_close(got, want, tolerance: float) -> None:
 
 
 def lower(f, platform: str, *shapes) -> str:
-    """StableHLO of jit(f) for "tpu" or "cuda", made on this CPU; fails where a kernel does not lower."""
+    """StableHLO of jit(f) for "tpu" or "cuda"; fails where a kernel does not lower."""
     return export.export(jax.jit(f), platforms=[platform])(*shapes).mlir_module()
 
 
@@ -57,4 +57,6 @@ def races_found() -> bool:
     # The flag has no public name in JAX 0.10 or 0.11.
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
-    return interpret_pallas_call.races.races_found
+    state = interpret_pallas_call.races
+    assert state is not None, "no kernel has run under race detection"
+    return state.races_found

@@ -1,4 +1,4 @@
-"""linear_scan on TPU and GPU: against float64, in simulated memory, inside JAX's transformations, lowered."""
+"""linear_scan on TPU and GPU: against float64, simulated, lowered, inside transformations."""
 
 from __future__ import annotations
 
@@ -128,13 +128,15 @@ def test_tpu_order_and_races(reverse):
 
 
 def test_wrong_order_is_caught(monkeypatch):
-    """The same kernel with time marked parallel: right under interpret=True, wrong in the simulator."""
+    """With time marked parallel: right under interpret=True, wrong in the simulator."""
     a, x, h0 = inputs((1, 64, 8))
     run = functools.partial(linear_scan, a, x, h0, platform="tpu", chunk=8)
     monkeypatch.setattr(
         common,
         "time_semantics",
-        lambda parallel: pltpu.CompilerParams(dimension_semantics=("parallel",) * (parallel + 1)),
+        lambda parallel: pltpu.CompilerParams(
+            dimension_semantics=[pltpu.GridDimensionSemantics.PARALLEL] * (parallel + 1)
+        ),
     )
     want, _ = reference.linear_scan(a, x, h0)
     assert checks.error(run(interpret=True)[0], want) < 1e-6
@@ -209,7 +211,8 @@ def test_vmap(scan):
     want_h, want_last = reference.linear_scan(*flat)
     checks.assert_close((h, last), (want_h.reshape(h.shape), want_last.reshape(last.shape)), 1e-6)
     g = jax.vmap(jax.grad(lambda a, x: scan(a, x)[0].sum()))(a, x)
-    want = reference.linear_scan_vjp(*flat, np.zeros((6, 5)), np.ones((6, 20, 5)), np.zeros((6, 5)))
+    zero, one = np.zeros((6, 5)), np.ones((6, 20, 5))
+    want = reference.linear_scan_vjp(flat[0], flat[1], zero, one, zero)
     checks.assert_close(g, want[0].reshape(g.shape), 1e-6)
 
 

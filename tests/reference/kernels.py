@@ -1,4 +1,4 @@
-"""Float64 NumPy loops for every kernel: one time step after the other, straight from the equations."""
+"""Float64 NumPy loops for every kernel, straight from the equations."""
 
 from __future__ import annotations
 
@@ -36,3 +36,23 @@ def linear_scan_vjp(a, x, h0, dh, dlast, reverse=False):
         dx[:, t], da[:, t] = g, g * before
         carry = a[:, t] * g
     return da, dx, carry
+
+
+def selective_scan(u, delta, a, b, c, d=None, z=None, h0=None):
+    """y_t = (C_t h_t + D u_t) silu(z_t), h_t = exp(delta_t A) h_{t-1} + delta_t u_t B_t.
+
+    u, delta, z (B, T, D); a (D, N); b, c (B, T, N); d (D,); h0 (B, D, N). Returns y and h_last.
+    """
+    u, delta, a, b, c = f64(u, delta, a, b, c)
+    state = np.zeros((u.shape[0], *a.shape)) if h0 is None else f64(h0)[0]
+    y = np.zeros_like(u)
+    for t in range(u.shape[1]):
+        step = (delta[:, t] * u[:, t])[..., None] * b[:, t][:, None]
+        state = np.exp(delta[:, t][..., None] * a) * state + step
+        y[:, t] = (state * c[:, t][:, None]).sum(-1)
+    if d is not None:
+        y = y + f64(d)[0] * u
+    if z is not None:
+        gate = f64(z)[0]
+        y = y * gate / (1 + np.exp(-gate))
+    return y, state
