@@ -14,6 +14,7 @@ matplotlib.use("Agg")  # Figures go to files; a machine without a display must w
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from rich import box
 from rich.table import Table
 
 ByLength = Mapping[int, Mapping[str, Any]]
@@ -21,20 +22,21 @@ ByLength = Mapping[int, Mapping[str, Any]]
 
 def table(results: ByLength, train_length: int, title: str) -> Table:
     """The final table: one row per evaluated length."""
-    out = Table(title=title, title_justify="left")
+    out = Table(title=title, caption=f"trained at length {train_length}", box=box.SIMPLE_HEAD)
+    out.title_justify = out.caption_justify = "left"
     for name in (
-        "length", "sequence accuracy", "token accuracy", "solver steps\nmedian / max",
-        "converged", "residual\nmedian / max", "examples",
+        "length", "sequence\naccuracy", "token\naccuracy", "solver steps\nmedian / max",
+        "con-\nverged", "residual\nmedian / max", "ex-\namples",
     ):  # fmt: skip
-        out.add_column(name, justify="right")
+        out.add_column(name, justify="right", no_wrap=True)
     for length, r in results.items():
         out.add_row(
-            f"{length}{' (trained)' if length == train_length else ''}",
+            str(length),
             f"{r['sequence_accuracy']:.4f}",
             f"{r['token_accuracy']:.4f}",
             f"{r['solver_steps_median']:.0f} / {r['solver_steps_max']}",
             f"{r['converged']:.1%}",
-            f"{r['residual_median']:.3g} / {r['residual_max']:.3g}",
+            f"{r['residual_median']:.2g} / {r['residual_max']:.2g}",
             str(r["examples"]),
         )
     return out
