@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fpr import solvers
+from fpr import krylov, solvers
 from fpr.solvers import Damped, SolverState, select
 
 PyTree = Any
@@ -122,7 +122,9 @@ def _solve(
 def _solve_fwd(f, solver, adjoint, params, x, state, max_steps):
     # Calling _solve itself, not its body, lets a second derivative differentiate z* by this rule.
     value, new_state = _solve(f, solver, adjoint, params, x, state, max_steps)
-    return (value, new_state), (params, x, value, new_state.failed, state, max_steps)
+    # The no-op cuts the flags off from tangents that a second derivative cannot take through `all`.
+    failed = jnp.bitwise_or(new_state.failed, False)
+    return (value, new_state), (params, x, value, failed, state, max_steps)
 
 
 def _solve_bwd(f, solver, adjoint, saved, cts):
@@ -234,60 +236,49 @@ class Neumann(Adjoint):
 
 @dataclasses.dataclass(frozen=True)
 class Implicit(Adjoint):
-    """The exact gradient: solves u = z̄ + Jᵀ u to a tolerance, by a fixed point of its own.
+    """The exact gradient: solves u = z̄ + Jᵀ u to a tolerance, whatever the spectrum of J.
 
-    Jᵀ has the eigenvalues of J, so the damped iteration that finds z* also finds u: undamped where
-    the spectral radius of J is below 1, damped where only the real parts are. The equation is
-    solved per sample, from u = z̄ and scaled by the largest entry of z̄. Reverse derivatives of any
-    order work, because the linear solve is itself a `fixed_point` with this rule. Memory: one
-    application of f.
+    Iterating that equation would do only where the spectral radius of J is below 1; GMRES in each
+    sample needs only that I - J can be inverted. It starts at u = z̄, scaled by the largest entry
+    of z̄. Reverse derivatives of any order work, because the linear solve is itself a `fixed_point`
+    with this rule. Memory: one application of f and `restart` + 1 iterates.
 
     Attributes:
       tolerance: relative change ‖u_new - u‖_∞ / ‖u_new‖_∞ at which a sample's solve stops.
-      max_steps: cap on the products with Jᵀ.
+      max_steps: cap on the products with Jᵀ, tested between cycles.
+      restart: products in one cycle of GMRES.
     """
 
     tolerance: float = 1e-6
     max_steps: int = 500
+    restart: int = 20
 
     def __post_init__(self) -> None:
         if not self.tolerance > 0:
             raise ValueError(f"Implicit: tolerance={self.tolerance!r}, allowed: tolerance > 0")
         _check_positive("Implicit", "max_steps", self.max_steps)
+        _check_positive("Implicit", "restart", self.restart)
 
     def pullback(self, f, params, x, z, ct):
         from fpr.fixed_point import fixed_point  # The rule is defined by the thing it serves.
 
         transpose = jax.vjp(lambda z: _cast(f(params, x, z), z), z)[1]
-        scale = jnp.max(
-            jnp.stack(
-                [jnp.max(jnp.abs(c).reshape(c.shape[0], -1), axis=1) for c in jax.tree.leaves(ct)]
-            ).astype(jnp.float32),
-            axis=0,
-        )
-        scale = jax.lax.stop_gradient(jnp.where(scale > 0, scale, 1.0))
+        target = krylov.ravel(ct)
+        scale = jax.lax.stop_gradient(jnp.max(jnp.abs(target), axis=1, keepdims=True))
+        scale = jnp.where(scale > 0, scale, 1.0)
+        target = target / scale
 
-        def scaled(tree: PyTree, s: jax.Array) -> PyTree:
-            return jax.tree.map(lambda a: (a * solvers.per_sample(s, a)).astype(a.dtype), tree)
-
-        # One token per leaf and sample: entries that the loss hardly sees are measured against
+        # All of a sample is one token: entries that the loss hardly sees are measured against
         # those that it does, not against themselves.
-        def flat(tree: PyTree) -> PyTree:
-            return jax.tree.map(lambda a: a.reshape(a.shape[0], -1), tree)
+        def g(_: PyTree, target: jax.Array, u: jax.Array) -> jax.Array:
+            (ju,) = transpose(krylov.unravel(u, ct))
+            return target + krylov.ravel(ju)
 
-        def unflat(tree: PyTree) -> PyTree:
-            return jax.tree.map(lambda a, b: a.reshape(b.shape), tree, ct)
-
-        def g(_: PyTree, target: PyTree, u: PyTree) -> PyTree:
-            (ju,) = transpose(unflat(u))
-            return jax.tree.map(jnp.add, target, flat(ju))
-
-        target = flat(scaled(ct, 1.0 / scale))
-        solver = Damped(
-            tolerance=self.tolerance, max_steps=self.max_steps, patience=10, return_best=True
+        solver = krylov.GMRES(
+            tolerance=self.tolerance, max_steps=self.max_steps, restart=self.restart
         )
         u = fixed_point(g, (), target, target, solver=solver, adjoint=self).value
-        u = scaled(unflat(u), scale)
+        u = krylov.unravel(u * scale, ct)
         return _apply_transpose(f, params, x, z, _cast(u, jax.eval_shape(f, params, x, z)))
 
 

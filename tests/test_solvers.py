@@ -68,7 +68,7 @@ def test_patience_and_decay_match_the_reference(seed, rule):
 
 @given(st.integers(0, 10**6), st.sampled_from([1.0, 0.5]))
 def test_batch_halting_matches_the_reference(seed, fraction):
-    w, x, z0 = problem(seed, top=1.2)
+    w, x, z0 = problem(seed, top=0.7)
     solver = Damped(
         step_size=0.99, patience=3, tolerance=1e-2, max_steps=60, halting="batch",
         stop_fraction=fraction, residual="best",

@@ -1,0 +1,119 @@
+"""GMRES for a batch of linear systems, one per sample: what `fpr.adjoints.Implicit` solves with.
+
+A linear fixed point u = b + A u is the system (I - A) u = b. Iterating it converges only where the
+spectrum of A allows; a Krylov method needs no more of I - A than that it can be inverted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from fpr.solvers import Damped, PyTree, SolverState, StepFn, residual
+
+
+@dataclasses.dataclass(frozen=True)
+class GMRES(Damped):
+    """Solves z = f(z) for an affine f and one (B, n) array z, by restarted GMRES in each sample.
+
+    Of `Damped`'s options it uses `tolerance` (on the same residual) and `max_steps` (on the
+    products with A). It also ends a sample that a whole cycle no longer improves: rounding. Memory:
+    `restart` + 1 vectors of the size of z.
+
+    Attributes:
+      restart: products with A in one cycle, at least 1.
+    """
+
+    restart: int = 20
+
+    def run(
+        self, step: StepFn, state: SolverState, max_steps: jax.Array | int | None = None
+    ) -> SolverState:
+        """As `Damped.run`; `step` must be affine."""
+        cap = self.max_steps if max_steps is None else max_steps
+        size = min(self.restart, state.z.shape[1])
+        constant = step(jnp.zeros_like(state.z))
+
+        def product(v: jax.Array) -> jax.Array:  # (I - A) v
+            return v - (step(v) - constant)
+
+        def going(carry: tuple[jax.Array, SolverState]) -> jax.Array:
+            i, s = carry
+            return jnp.any(~s.halted & (i < cap))
+
+        def cycle(carry: tuple[jax.Array, SolverState]) -> tuple[jax.Array, SolverState]:
+            i, s = carry
+            rest = step(s.z) - s.z
+            z = s.z + _correction(product, rest, size)
+            new = step(z)
+            lower = _norm(new - z) < _norm(rest)
+            take = ~s.halted & lower
+            z = jnp.where(take[:, None], z, s.z)
+            r = jnp.where(take, residual(new, z), s.residual)
+            failed = s.failed | (~s.halted & ~jnp.isfinite(_norm(rest)))
+            return i + size + 2, s._replace(
+                z=z,
+                residual=r,
+                best_residual=r,
+                steps=jnp.where(s.halted, s.steps, s.steps + size + 2),
+                halted=s.halted | ~lower | failed | (r < self.tolerance),
+                failed=failed,
+            )
+
+        return jax.lax.while_loop(going, cycle, (jnp.zeros((), jnp.int32), state))[1]
+
+
+def _norm(v: jax.Array) -> jax.Array:
+    """Euclidean norms (B,) of (B, n)."""
+    return jnp.sqrt(jnp.sum(jnp.square(v), axis=1))
+
+
+def _correction(product: StepFn, rest: jax.Array, size: int) -> jax.Array:
+    """The d in the Krylov space of dimension `size` that minimises ‖rest - product(d)‖₂, (B, n)."""
+    b, n = rest.shape
+    eps = jnp.finfo(rest.dtype).eps
+    beta = _norm(rest)
+
+    def unit(v: jax.Array, norm: jax.Array, floor: jax.Array) -> jax.Array:
+        sound = norm > floor
+        return jnp.where(sound[:, None], v / jnp.where(sound, norm, 1.0)[:, None], 0.0)
+
+    def arnoldi(j: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        basis, hessenberg = carry  # (size + 1, B, n), later rows zero; (B, size + 1, size)
+        w = product(basis[j])
+        floor = 10 * eps * _norm(w)
+        column = jnp.zeros((b, size + 1), rest.dtype)
+        for _ in range(2):  # Twice, or rounding spoils the orthogonality.
+            part = jnp.einsum("kbn,bn->bk", basis, w)
+            w = w - jnp.einsum("bk,kbn->bn", part, basis)
+            column = column + part
+        norm = _norm(w)
+        # Where the space is exhausted, the basis goes on with zeros, which change nothing.
+        column = column.at[:, j + 1].set(jnp.where(norm > floor, norm, 0.0))
+        return basis.at[j + 1].set(unit(w, norm, floor)), hessenberg.at[:, :, j].set(column)
+
+    basis = jnp.zeros((size + 1, b, n), rest.dtype).at[0].set(unit(rest, beta, 0.0 * beta))
+    hessenberg = jnp.zeros((b, size + 1, size), rest.dtype)
+    basis, hessenberg = jax.lax.fori_loop(0, size, arnoldi, (basis, hessenberg))
+    weights = jnp.linalg.pinv(hessenberg, rtol=2 * eps)[:, :, 0] * beta[:, None]
+    return jnp.einsum("bk,kbn->bn", weights, basis[:-1])
+
+
+def ravel(tree: PyTree) -> jax.Array:
+    """Leaves (B, ...) -> one (B, n) array in at least float32."""
+    leaves = jax.tree.leaves(tree)
+    dtype = jnp.result_type(jnp.float32, *leaves)
+    return jnp.concatenate([a.reshape(a.shape[0], -1).astype(dtype) for a in leaves], axis=1)
+
+
+def unravel(flat: jax.Array, like: PyTree) -> PyTree:
+    """The inverse of `ravel`, with the shapes and types of `like`."""
+    leaves, treedef = jax.tree.flatten(like)
+    parts, start = [], 0
+    for leaf in leaves:
+        end = start + leaf.size // leaf.shape[0]
+        parts.append(flat[:, start:end].reshape(leaf.shape).astype(leaf.dtype))
+        start = end
+    return jax.tree.unflatten(treedef, parts)
