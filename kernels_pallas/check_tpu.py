@@ -1,8 +1,8 @@
 """Compiles every TPU kernel ahead of time with libtpu, without a TPU.
 
 `python -m kernels_pallas.check_tpu` catches what lowering alone does not: VMEM overflow, layouts
-that Mosaic cannot use. It needs the libtpu wheel: `pip install "jax[tpu]"` in an environment of its own, or the
-unpacked wheel on PYTHONPATH.
+that Mosaic cannot use. It needs the libtpu wheel: `pip install "jax[tpu]"` in an environment of
+its own, or the unpacked wheel on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -55,6 +55,12 @@ def cases() -> Iterator[Case]:
             yield f"selective_scan {b}x{t}x{d}x{n} {kind}", f, args
             label = f"selective_scan gradient {b}x{t}x{d}x{n} {kind}"
             yield label, jax.grad(_loss(f), tuple(range(8))), args
+        for b, t, d, r in ((2, 1, 1, 1), (2, 300, 200, 3), (8, 4096, 512, 2), (8, 4096, 2048, 1)):
+            wide, units, alpha = (b, t, d), (b, t, r, d), (b, t, r)
+            args = _shapes(wide, wide, wide, units, alpha, dtype=dtype)
+            for mixer in ("householder", "dplr"):
+                f = functools.partial(kp.fused_fixed_point, mixer=mixer, platform="tpu")
+                yield f"fused_fixed_point {mixer} {b}x{t}x{d}x{r} {kind}", f, args
 
 
 def compile_for(topology: str, f: Callable, args: tuple) -> int:

@@ -55,9 +55,9 @@ class _Tiles:
 
 def _forward_kernel(*refs, time, dim, rows, gated):
     """y = (C h + D u) silu(z) for one (sequence, channel block), chunk after chunk."""
-    u_ref, dt_ref, *refs = refs
-    z_ref, refs = (refs[0], refs[1:]) if gated else (u_ref, refs)
-    a_ref, b_ref, c_ref, d_ref, h0_ref, y_ref, start_ref, last_ref, state_ref = refs
+    u_ref, dt_ref, *rest = refs
+    z_ref, *rest = rest if gated else [u_ref, *rest]
+    a_ref, b_ref, c_ref, d_ref, h0_ref, y_ref, start_ref, last_ref, state_ref = rest
     step = pl.program_id(2)
     read = _Tiles(u_ref.shape, time, dim, rows, step)
 
@@ -91,12 +91,12 @@ def _forward_kernel(*refs, time, dim, rows, gated):
 
 def _backward_kernel(*refs, time, dim, rows, gated):
     """Cotangents of everything, chunks in reverse; states recomputed into VMEM chunk by chunk."""
-    u_ref, dt_ref, *refs = refs
-    z_ref, refs = (refs[0], refs[1:]) if gated else (u_ref, refs)
-    a_ref, b_ref, c_ref, d_ref, start_ref, dy_ref, dlast_ref, *refs = refs
-    du_ref, ddt_ref, *refs = refs
-    dz_ref, refs = (refs[0], refs[1:]) if gated else (du_ref, refs)
-    da_ref, db_ref, dc_ref, dd_ref, dh0_ref, states_ref, g_ref = refs
+    u_ref, dt_ref, *rest = refs
+    z_ref, *rest = rest if gated else [u_ref, *rest]
+    a_ref, b_ref, c_ref, d_ref, start_ref, dy_ref, dlast_ref, *rest = rest
+    du_ref, ddt_ref, *rest = rest
+    dz_ref, *rest = rest if gated else [du_ref, *rest]
+    da_ref, db_ref, dc_ref, dd_ref, dh0_ref, states_ref, g_ref = rest
     step, steps = pl.program_id(2), pl.num_programs(2)
     read = _Tiles(u_ref.shape, time, dim, rows, steps - 1 - step)
     tiles = u_ref.shape[1] // rows

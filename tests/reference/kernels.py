@@ -56,3 +56,50 @@ def selective_scan(u, delta, a, b, c, d=None, z=None, h0=None):
         gate = f64(z)[0]
         y = y * gate / (1 + np.exp(-gate))
     return y, state
+
+
+def fixed_point_iteration(h, bx, decay, units, alpha, mixer="householder", scale=2.0):
+    """h'_t = λ_t h'_{t-1} + (1 - λ_t) (Q_t (Bx_t - h_t) + h_t) (spec 1, eq. 7) and its residual.
+
+    h, bx, decay (B, T, D); units (B, T, r, D); alpha (B, T, r).
+    """
+    h, bx, decay, units, alpha = f64(h, bx, decay, units, alpha)
+    new, residual = np.zeros_like(h), np.zeros(len(h))
+    for b in range(h.shape[0]):
+        state = np.zeros(h.shape[2])
+        for t in range(h.shape[1]):
+            v = bx[b, t] - h[b, t]
+            eye = np.eye(h.shape[2])
+            terms = [scale * w * np.outer(u, u) for w, u in zip(alpha[b, t], units[b, t])]
+            if mixer == "dplr":
+                q = eye - sum(terms)
+            else:
+                q = eye
+                for term in terms:
+                    q = (eye - term) @ q
+            state = decay[b, t] * state + (1 - decay[b, t]) * (q @ v + h[b, t])
+            new[b, t] = state
+            change, size = np.abs(state - h[b, t]).max(), np.abs(state).max()
+            residual[b] = max(residual[b], change / (size + 1e-8))
+    return new, residual
+
+
+def fixed_point_dense(bx, decay, units, alpha, scale=1.0):
+    """The fixed point itself for householder mixers, from the dense recurrence (spec 1, section 1).
+
+    h_t = (Λ + (I-Λ) Q)^-1 (Λ h_{t-1} + (I-Λ) Q B x_t).
+    """
+    bx, decay, units, alpha = f64(bx, decay, units, alpha)
+    h = np.zeros_like(bx)
+    eye = np.eye(bx.shape[2])
+    for b in range(bx.shape[0]):
+        state = np.zeros(bx.shape[2])
+        for t in range(bx.shape[1]):
+            q = eye
+            for w, u in zip(alpha[b, t], units[b, t]):
+                q = (eye - scale * w * np.outer(u, u)) @ q
+            keep, rest = np.diag(decay[b, t]), np.diag(1 - decay[b, t])
+            right = decay[b, t] * state + (1 - decay[b, t]) * (q @ bx[b, t])
+            state = np.linalg.solve(keep + rest @ q, right)
+            h[b, t] = state
+    return h
