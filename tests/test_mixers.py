@@ -11,27 +11,11 @@ from hypothesis import strategies as st
 
 from fpr.mixers import ACTIVATIONS, MIXERS, ChannelMixer, Mixer, MixerOptions, l2_normalize
 from tests.reference import mixers as reference
+from tests.weights import mixer_weights
 
 DIM, ARG = 8, 6
 SEEDS = st.integers(0, 2**31 - 1)
 NAMES = tuple(MIXERS)
-
-
-def torch_weights(mixer: ChannelMixer, params: dict) -> dict[str, np.ndarray]:
-    """Parameters without weight normalisation -> names and (out, in) weights of the reference."""
-    weights = {}
-    for name, group in params.items():
-        if name.startswith("mixers_"):
-            _, place, rest = name.split("_", 2)
-            name = f"mixers.{place}.{rest}"
-        if "down" in group:
-            weights[f"{name}.0.weight"] = np.asarray(group["down"]["kernel"]).T
-            weights[f"{name}.1.weight"] = np.asarray(group["up"]["kernel"]).T
-            continue
-        weights[f"{name}.weight"] = np.asarray(group["kernel"]).T
-        if "bias" in group:
-            weights[f"{name}.bias"] = np.asarray(group["bias"])
-    return weights
 
 
 def random_matrices(seed: int, name: str, rank: int = 1, dim: int = DIM, **options) -> np.ndarray:
@@ -39,7 +23,7 @@ def random_matrices(seed: int, name: str, rank: int = 1, dim: int = DIM, **optio
     rng = np.random.default_rng(seed)
     mixer = ChannelMixer(MixerOptions(name, rank=rank, weight_norm=False), ARG, dim)
     params = mixer.init(jax.random.key(0))
-    weights = {k: 2 * rng.normal(size=w.shape) for k, w in torch_weights(mixer, params).items()}
+    weights = {k: 2 * rng.normal(size=w.shape) for k, w in mixer_weights(params).items()}
     arg = rng.normal(size=(5, ARG))
     return reference.matrices(name, weights, arg, dim, **options)
 
@@ -55,7 +39,7 @@ def test_equals_reference_in_float64(name: str, proj_rank: int | None) -> None:
         params = jax.tree.map(lambda x: x.astype(jnp.float64), mixer.init(jax.random.key(2)))
         arg, v = rng.normal(size=(2, 3, ARG)), rng.normal(size=(2, 3, DIM))
         out = np.asarray(jax.jit(mixer.mix)(params, jnp.asarray(arg), jnp.asarray(v)))
-    expected = reference.mix(name, torch_weights(mixer, params), arg, v, scale=1.0)
+    expected = reference.mix(name, mixer_weights(params), arg, v, scale=1.0)
     np.testing.assert_allclose(out, expected, rtol=1e-9, atol=1e-9)
 
 
@@ -66,7 +50,7 @@ def test_activation(act: str) -> None:
     params = mixer.init(jax.random.key(2))
     rng = np.random.default_rng(3)
     arg, v = rng.normal(size=(4, ARG)), rng.normal(size=(4, DIM))
-    expected = reference.mix("dplr", torch_weights(mixer, params), arg, v, act=act)
+    expected = reference.mix("dplr", mixer_weights(params), arg, v, act=act)
     out = mixer.mix(params, jnp.float32(arg), jnp.float32(v))
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
@@ -76,7 +60,7 @@ def test_spectral_normalisation() -> None:
     params = mixer.init(jax.random.key(2))
     rng = np.random.default_rng(3)
     arg, v = rng.normal(size=(4, ARG)), rng.normal(size=(4, 12))
-    weights = torch_weights(mixer, params)
+    weights = mixer_weights(params)
     expected = reference.mix("kronecker", weights, arg, v, spectral=True)
     out = mixer.mix(params, jnp.float32(arg), jnp.float32(v))
     np.testing.assert_allclose(out, expected, atol=1e-5)

@@ -9,7 +9,7 @@ import numpy as np
 
 from tests.reference import mixers
 from tests.reference.fp_rnn import causal_conv, mixer_argument, shift, silu
-from tests.reference.mixers import Weights, unit
+from tests.reference.mixers import Weights, sigmoid, unit
 
 
 def layer_norm(
@@ -39,7 +39,17 @@ def selective_scan(
 
 
 class FPMamba:
-    """One FP-Mamba-1 block of a given input u (B, T, d_model), with Mamba's λ."""
+    """One FP-Mamba-1 block of a given input u (B, T, d_model).
+
+    Args:
+      weights: of the block.
+      u: its input.
+      mixer, arg: mixer and the form of its argument.
+      depends: which of lambda, b, c depend on shift(y); Q does unless arg is "x".
+      decay: "mamba", or "v1" with weights "omega" instead of "A_log".
+      glu_in_loop, bc_norm: as in spec 1 section 3.
+      **options: of the mixer.
+    """
 
     def __init__(
         self,
@@ -48,21 +58,35 @@ class FPMamba:
         *,
         mixer: str,
         arg: str,
+        depends: tuple[str, ...] = ("b", "c"),
+        decay: str = "mamba",
         glu_in_loop: bool = False,
+        bc_norm: bool = True,
         **options: object,
     ) -> None:
         self.w = {k: np.asarray(v, np.float64) for k, v in weights.items()}
-        self.mixer, self.arg, self.glu, self.options = mixer, arg, glu_in_loop, options
-        self.n = self.w["A_log"].shape[1]
+        self.mixer, self.arg, self.options = mixer, arg, options
+        self.depends, self.v1, self.glu, self.bc_norm = depends, decay == "v1", glu_in_loop, bc_norm
+        self.n = self.w["omega" if self.v1 else "A_log"].shape[1]
         x, self.z = np.split(u.astype(np.float64) @ self.w["in_proj.weight"].T, 2, axis=-1)
         if "conv1d.weight" in self.w:
             x = causal_conv(x, self.w["conv1d.weight"], self.w["conv1d.bias"])
         self.x = x
         projected = x @ self.w["x_proj.weight"].T
         rank = projected.shape[-1] - 2 * self.n
-        dt, self.bc = projected[..., :rank], projected[..., rank:]
-        self.delta = np.log1p(np.exp(dt @ self.w["dt_proj.weight"].T + self.w["dt_proj.bias"]))
-        self.decay = np.exp(self.delta[..., None] * -np.exp(self.w["A_log"]))
+        self.dt, self.bc = projected[..., :rank], projected[..., rank:]
+
+    def step_size_and_decay(self, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Δ (B, T, d) and exp(Δ A) (B, T, d, N)."""
+        dt = self.dt
+        if "lambda" in self.depends:
+            dt = dt + before @ self.w["dt_y_proj.weight"].T
+        raw = dt @ self.w["dt_proj.weight"].T + self.w["dt_proj.bias"]
+        if self.v1:
+            delta = sigmoid(raw)
+            return delta, np.exp(-8.0 * np.log1p(np.exp(self.w["omega"])) * delta[..., None])
+        delta = np.log1p(np.exp(raw))
+        return delta, np.exp(delta[..., None] * -np.exp(self.w["A_log"]))
 
     def q(self, y: np.ndarray) -> np.ndarray:
         """Mixing matrices (B, T, d, d) for the iterate y."""
@@ -73,11 +97,18 @@ class FPMamba:
     def step(self, y: np.ndarray) -> np.ndarray:
         """One application of the map."""
         mixed = np.einsum("btij,btj->bti", self.q(y), self.x - y) + y
-        bc = self.bc + shift(y) @ self.w["bc_y_proj.weight"].T
-        b, c = bc[..., : self.n], bc[..., self.n :]
-        b = np.apply_along_axis(unit, -1, b)
-        c = np.apply_along_axis(unit, -1, c)
-        out = selective_scan(mixed, self.delta, self.decay, b, c) + self.w["D"] * mixed
+        before = shift(y)
+        b, c = self.bc[..., : self.n], self.bc[..., self.n :]
+        parts = [part for part in ("b", "c") if part in self.depends]
+        if parts:
+            added = np.split(before @ self.w["bc_y_proj.weight"].T, len(parts), axis=-1)
+            b = b + added[0] if "b" in parts else b
+            c = c + added[-1] if "c" in parts else c
+        if self.bc_norm:
+            b = np.apply_along_axis(unit, -1, b)
+            c = np.apply_along_axis(unit, -1, c)
+        delta, decay = self.step_size_and_decay(before)
+        out = selective_scan(mixed, delta, decay, b, c) + self.w["D"] * mixed
         if self.glu:
             out = out * silu(self.z)
         return layer_norm(out, self.w["out_norm.weight"], self.w["out_norm.bias"])
