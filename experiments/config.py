@@ -142,9 +142,8 @@ def _complete_model(model: dict[str, Any], overrides: Mapping[str, str]) -> dict
     """The model section with every option of the model, its solver and its adjoint."""
     try:
         full = _model_defaults(model["name"]) | model
-        solver = dict(model.get("solver", {}))
+        solver, adjoint = dict(full["solver"]), {"name": "one_step"} | full["adjoint"]
         solver["preset"] = overrides.get("model.solver.preset", solver.get("preset", "fprm"))
-        adjoint = dict(model.get("adjoint", {"name": "one_step"}))
         name = overrides.get("model.adjoint.name", adjoint["name"])
         if name != adjoint["name"]:
             adjoint = {"name": name}  # the options of another rule do not carry over
@@ -164,9 +163,13 @@ def _model_defaults(name: str) -> dict[str, Any]:
     """Options of a model that have a default."""
     if name not in registry.MODELS:
         raise unknown("model.name", name, registry.MODELS)
-    fields = dataclasses.fields(registry.MODELS[name][1])
-    simple = (f for f in fields if f.name not in ("solver", "adjoint"))
-    return {f.name: f.default for f in simple if f.default is not dataclasses.MISSING}
+    defaults = {}
+    for field in dataclasses.fields(registry.MODELS[name][1]):
+        if field.default_factory is not dataclasses.MISSING:
+            defaults[field.name] = field.default_factory()
+        elif field.default is not dataclasses.MISSING:
+            defaults[field.name] = field.default
+    return defaults
 
 
 def check_overrides(config: Mapping[str, Any], names: Iterable[str]) -> None:

@@ -14,16 +14,21 @@ from experiments.tasks import Task
 
 
 class Clock:
-    """Seconds spent on each activity, summed over the restarts of a run."""
+    """Wall-clock seconds of a run by activity, summed over its restarts."""
 
-    def __init__(self) -> None:
+    def __init__(self, started: float | None = None):
+        """`started`: `time.monotonic()` when the program began; None is now."""
+        self._started = time.monotonic() if started is None else started
+        self._before = 0.0
         self.seconds = dict.fromkeys(("train", "compile", "evaluation", "checkpoint"), 0.0)
 
     def continue_from(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Starts from the seconds that the newest training record of the run holds."""
+        """Adds the seconds that the newest training record of an interrupted run holds."""
         for record in reversed(records):
             if record["split"] == "train":
-                self.seconds = {n: record[f"seconds_{n}"] for n in self.seconds}
+                self._before = record.get("seconds_total", 0.0)
+                for name in self.seconds:
+                    self.seconds[name] += record.get(f"seconds_{name}", 0.0)
                 return
 
     @contextlib.contextmanager
@@ -37,8 +42,8 @@ class Clock:
 
     @property
     def total(self) -> float:
-        """All seconds so far."""
-        return sum(self.seconds.values())
+        """All seconds so far, those of no named activity (imports, figures) included."""
+        return self._before + time.monotonic() - self._started
 
     @property
     def eval_share(self) -> float:
@@ -46,8 +51,9 @@ class Clock:
         return self.seconds["evaluation"] / max(self.total, 1e-9)
 
     def record(self) -> dict[str, float]:
-        """`seconds_<activity>`: what `continue_from` reads back."""
-        return {f"seconds_{name}": round(value, 3) for name, value in self.seconds.items()}
+        """`seconds_total` and `seconds_<activity>`: what `continue_from` reads back."""
+        named = {"total": self.total, **self.seconds}
+        return {f"seconds_{name}": round(value, 3) for name, value in named.items()}
 
 
 @dataclasses.dataclass

@@ -22,11 +22,13 @@ ByLength = Mapping[int, Mapping[str, Any]]
 
 def table(results: ByLength, train_length: int, title: str) -> Table:
     """The final table: one row per evaluated length."""
-    out = Table(title=title, caption=f"trained at length {train_length}", box=box.SIMPLE_HEAD)
+    examples = max(r["examples"] for r in results.values())
+    caption = f"{examples} examples per length, trained at length {train_length}"
+    out = Table(title=title, caption=caption, box=box.SIMPLE_HEAD)
     out.title_justify = out.caption_justify = "left"
     for name in (
         "length", "sequence\naccuracy", "token\naccuracy", "solver steps\nmedian / max",
-        "con-\nverged", "residual\nmedian / max", "ex-\namples",
+        "converged", "residual\nmedian / max",
     ):  # fmt: skip
         out.add_column(name, justify="right", no_wrap=True)
     for length, r in results.items():
@@ -37,7 +39,6 @@ def table(results: ByLength, train_length: int, title: str) -> Table:
             f"{r['solver_steps_median']:.0f} / {r['solver_steps_max']}",
             f"{r['converged']:.1%}",
             f"{r['residual_median']:.2g} / {r['residual_max']:.2g}",
-            str(r["examples"]),
         )
     return out
 

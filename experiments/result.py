@@ -61,8 +61,7 @@ def finish(
       records: the content of metrics.jsonl.
     """
     config, clock, params = run.config, run.clock, averaged(state)
-    with clock.measure("evaluation"):
-        traces = residual_traces(run, params, results)
+    traces = residual_traces(run, params, results)
     device = jax.devices()[0]
     names = next(iter(results.values()))
     content: dict[str, Any] = {
@@ -109,19 +108,21 @@ def residual_traces(run: Run, params: Any, results: Results) -> dict[int, dict[s
     key = jax.random.key(run.config["seed"])
     # Watches past convergence: the solver itself would stop at its tolerance.
     solver = dataclasses.replace(base.make_solver(model["solver"], train=False), halting="never")
+    trace = jax.jit(
+        lambda params, batch, steps: (
+            registry.trace(model, params, batch, steps=steps, key=key, solver=solver).residual
+        ),
+        static_argnums=2,
+    )
+    count = min(TRACED_EXAMPLES, run.config["eval"]["max_examples"])
     traces = {}
     for length, result in results.items():
-        steps = min(MAX_TRACED_STEPS, int(1.3 * result["solver_steps_max"]) + 5)
-        count = min(TRACED_EXAMPLES, run.config["eval"]["max_examples"])
         batch = pad_batch(run.task.eval_batch(length, 0, count), TRACED_EXAMPLES)
-
-        @functools.partial(jax.jit, static_argnums=2)
-        def residuals(params: Any, batch: Any, steps: int) -> jax.Array:
-            return registry.trace(
-                model, params, batch, steps=steps, key=key, solver=solver
-            ).residual
-
-        values = np.asarray(residuals(params, batch, steps), np.float64)
+        steps = min(MAX_TRACED_STEPS, 20 * (2 + int(result["solver_steps_max"]) // 20))
+        with run.clock.measure("compile"):
+            compiled = trace.lower(params, batch, steps).compile()
+        with run.clock.measure("evaluation"):
+            values = np.asarray(compiled(params, batch), np.float64)
         low, mid, high = np.quantile(values, (0.25, 0.5, 0.75), axis=1).tolist()
         traces[length] = {"median": mid, "lower_quartile": low, "upper_quartile": high}
     return traces

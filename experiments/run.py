@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -88,8 +89,12 @@ def _override(config: dict[str, Any], rest: Sequence[str]) -> dict[str, Any]:
     return holder.value.to_dict()
 
 
-def start(argv: Sequence[str]) -> dict[str, Any]:
+def start(argv: Sequence[str], started: float) -> dict[str, Any]:
     """Parses, checks everything, runs; returns the content of result.json.
+
+    Args:
+      argv: the command line, program name first.
+      started: `time.monotonic()` when the program began.
 
     Raises:
       UserError: a mistake that the user can fix; nothing has been written over.
@@ -98,7 +103,7 @@ def start(argv: Sequence[str]) -> dict[str, Any]:
     task = configs.validate(config)
 
     # Imported late: a mistake in the flags is told without waiting for these.
-    from experiments.context import Run
+    from experiments.context import Clock, Run
     from experiments.progress import Progress
     from experiments.result import evaluate_checkpoint
     from experiments.train import train
@@ -107,7 +112,7 @@ def start(argv: Sequence[str]) -> dict[str, Any]:
     with Workdir(directory, config, mode) as workdir, Progress() as progress:
         for key, (old, new) in workdir.changed.items():
             progress.say(f"{key} is now {new}, was {old}")
-        run = Run(config, task, Path(directory), progress)
+        run = Run(config, task, Path(directory), progress, Clock(started))
         return train(run) if mode == "train" else evaluate_checkpoint(run)
 
 
@@ -115,13 +120,15 @@ def enable_compilation_cache() -> None:
     """Keeps compiled programs between runs, outside of every workdir."""
     import jax
 
-    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+    # $JAX_COMPILATION_CACHE_DIR has set it already, where it is given.
+    if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
         cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fpr" / "jax"
         jax.config.update("jax_compilation_cache_dir", str(cache))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
+    started = time.monotonic()
     from experiments.train import Diverged, Interrupted
 
     argv = list(sys.argv if argv is None else argv)
@@ -131,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     enable_compilation_cache()
     try:
-        start(argv)
+        start(argv, started)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

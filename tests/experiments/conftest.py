@@ -27,6 +27,7 @@ TINY = {
     },
     "task": {"name": "word_problem", "group": "S3", "length": 4},
     "train": {"steps": 6, "batch_size": 6, "window": 2, "max_windows": 3, "log_every": 2},
+    "ema": 0.5,
     "eval": {"lengths": (4, 6), "max_examples": 6, "batch_size": 4},
     "checkpoint": {"every": 3, "keep": 2},
 }

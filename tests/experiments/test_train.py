@@ -23,8 +23,8 @@ def weights(path):
 
 
 REGIMES = {
-    "solve": {"ema": 0.5},
-    "carry": {"train__regime": "carry", "loss": "stablemax", "q_loss_weight": 0.5},
+    "solve": {},
+    "carry": {"train__regime": "carry", "ema": 0.0, "loss": "stablemax", "q_loss_weight": 0.5},
 }
 
 

@@ -1,0 +1,124 @@
+"""State tracking with FPRM: word problems, trained with deep supervision (spec 2 section 3).
+
+    python -m experiments.run --config=experiments/configs/state_tracking.py:VARIANT --workdir=DIR
+
+Variants:
+  fprm_a5_paper, fprm_s5_paper: the paper's sizes and recipe on A5 and S5 (6,882,306 and 6,943,746
+    parameters): train length 32, test length 128, batch 1024, 97,656 steps in bfloat16. Needs an
+    accelerator; not run here. Paper, 320-layer budget: 98.1 ± 2.2 (A5), 98.8 ± 0.9 (S5).
+  fprm_s3_small: the same training on S3 with a small model, for a CPU.
+"""
+
+from ml_collections import ConfigDict
+
+from experiments.errors import unknown
+
+PAPER = {"fprm_a5_paper": ("A5", 61, 0.9, 5), "fprm_s5_paper": ("S5", 121, 0.95, 10)}
+VARIANTS = (*PAPER, "fprm_s3_small")
+
+
+def get_config(variant: str = "fprm_s3_small") -> ConfigDict:
+    """The config of a variant.
+
+    Raises:
+      UserError: unknown variant.
+    """
+    if variant in PAPER:
+        return _paper(*PAPER[variant])
+    if variant == "fprm_s3_small":
+        return _small()
+    raise unknown("variant", variant, VARIANTS)
+
+
+def _paper(group: str, vocab_size: int, decay: float, patience: int) -> ConfigDict:
+    return ConfigDict(
+        {
+            "model": {
+                "name": "fprm",
+                "vocab_size": vocab_size,
+                "seq_len": 32,
+                "hidden_size": 512,
+                "num_heads": 8,
+                "num_layers": 2,
+                "expansion": 4.0,
+                "causal": True,
+                "rope": False,
+                "conv": "conv1d",
+                "conv_kernel": 4,
+                "alpha_1": 0.5,
+                "alpha_2": 0.5,
+                "dtype": "bfloat16",
+                "solver": {
+                    "preset": "fprm",
+                    "train": {"decay": decay, "patience": patience, "max_steps": 512},
+                    # 160 iterations of 2 blocks: TRM's budget of 320 layers.
+                    "eval": {"decay": 0.99, "patience": patience, "max_steps": 160},
+                },
+            },
+            "task": {
+                "name": "word_problem",
+                "group": group,
+                "length": 32,
+                "train_sequences": 2_000_000,
+            },
+            "train": {
+                "steps": 97_656,
+                "batch_size": 1024,
+                "regime": "carry",
+                "window": 4,
+                "max_windows": 128,
+                "log_every": 100,
+            },
+            "optimizer": {"learning_rate": 1e-4, "b1": 0.9, "b2": 0.95, "weight_decay": 0.01},
+            "loss": "stablemax",
+            "eval": {
+                "every": 5000,
+                "lengths": (32, 64, 128),
+                "max_examples": 1000,
+                "batch_size": 500,
+            },
+            "checkpoint": {"every": 2000, "keep": 3},
+        }
+    )
+
+
+def _small() -> ConfigDict:
+    return ConfigDict(
+        {
+            "model": {
+                "name": "fprm",
+                "vocab_size": 7,
+                "seq_len": 16,
+                "hidden_size": 64,
+                "num_heads": 4,
+                "num_layers": 2,
+                "causal": True,
+                "rope": False,
+                "conv": "conv1d",
+                "conv_kernel": 4,
+                "alpha_1": 0.5,
+                "alpha_2": 0.5,
+                "solver": {"preset": "fprm", "eval": {"max_steps": 160}},
+            },
+            "task": {"name": "word_problem", "group": "S3", "length": 16},
+            "train": {
+                "steps": 3000,
+                "batch_size": 64,
+                "regime": "carry",
+                "window": 4,
+                "max_windows": 16,
+            },
+            "optimizer": {
+                "learning_rate": 2e-3,
+                "b2": 0.95,
+                "weight_decay": 0.01,
+                "warmup_steps": 50,
+                "schedule": "cosine",
+                "final_fraction": 0.1,
+                "clip_norm": 1.0,
+            },
+            "loss": "stablemax",
+            "eval": {"every": 1000, "lengths": (16, 32, 48), "max_examples": 512},
+            "checkpoint": {"every": 500, "keep": 2},
+        }
+    )

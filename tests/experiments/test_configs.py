@@ -1,0 +1,38 @@
+"""Every config file and variant loads, is valid, and has the size that it states."""
+
+import jax
+import pytest
+
+import fpr
+from experiments import config as configs
+from experiments.configs import state_tracking, word_problem
+from experiments.errors import UserError
+
+FILES = {
+    "quickstart.py": [""],
+    "state_tracking.py": state_tracking.VARIANTS,
+    "word_problem.py": word_problem.VARIANTS,
+}
+ALL = [
+    f"{configs.CONFIG_DIR / n}{v and ':' + v}" for n, variants in FILES.items() for v in variants
+]
+
+
+@pytest.mark.parametrize("spec", ALL, ids=lambda spec: spec.rsplit("/", 1)[1])
+def test_valid(spec):
+    configs.validate(configs.load(spec))
+
+
+@pytest.mark.parametrize(
+    ("variant", "parameters"), [("fprm_a5_paper", 6_882_306), ("fprm_s5_paper", 6_943_746)]
+)
+def test_paper_sizes(variant, parameters):
+    model = configs.complete(state_tracking.get_config(variant).to_dict())["model"]
+    shapes = jax.eval_shape(lambda: fpr.init(model, jax.random.key(0), None))
+    assert sum(a.size for a in jax.tree.leaves(shapes)) == parameters
+
+
+@pytest.mark.parametrize("module", [state_tracking, word_problem])
+def test_unknown_variant(module):
+    with pytest.raises(UserError, match="unknown variant 'nope'; valid: "):
+        module.get_config("nope")
