@@ -20,7 +20,7 @@ import numpy as np
 
 from fpr.adjoints import Adjoint, OneStep
 from fpr.fixed_point import Trace
-from fpr.models import base, fprm
+from fpr.models import base, fp_rnn, fprm, hrm, transformer, trm
 from fpr.models.base import Model, Output
 from fpr.solvers import Damped, SolverState
 
@@ -30,6 +30,11 @@ Config = Mapping[str, Any]
 # One line per model: name -> (module, options).
 MODELS: dict[str, tuple[type[Model], Any]] = {
     "fprm": (fprm.FPRM, fprm.FPRMConfig),
+    "fp_rnn": (fp_rnn.FPRNN, fp_rnn.FPRNNConfig),
+    "hrm": (hrm.HRM, hrm.HRMConfig),
+    "looped_transformer": (fprm.FPRM, transformer.LoopedTransformerConfig),
+    "transformer": (transformer.Transformer, transformer.TransformerConfig),
+    "trm": (trm.TRM, trm.TRMConfig),
 }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -132,6 +132,11 @@ class FPRMConfig:
             )
         base.dtype_of(self.dtype)
 
+    @property
+    def layers_per_step(self) -> int:
+        """Blocks that one application of f runs in sequence: effective layers per step."""
+        return self.num_layers
+
 
 def tied_scales(a1: Any, a2: Any, sublayers: int) -> tuple[Any, Any]:
     """b1, b2 tied to a1, a2 so that the loop stays bounded by its input (spec 2 section 1).
@@ -245,9 +250,13 @@ class FPRMLayer(base.Layer):
 
 
 class FPRM(base.Model):
-    """Embedding (and registers), one `FPRMLayer`, a linear head and a Q head on position 0."""
+    """Embedding (and registers), one `FPRMLayer`, a linear head and a Q head on position 0.
+
+    The other reasoners are subclasses that name another `block`.
+    """
 
     config: FPRMConfig
+    block: ClassVar[type[base.Layer]] = FPRMLayer
 
     def setup(self) -> None:
         c = self.config
@@ -260,7 +269,7 @@ class FPRM(base.Model):
             self.puzzle_embedding = self.param(
                 "puzzle_embedding", nn.initializers.zeros_init(), (c.num_puzzles, c.hidden_size)
             )
-        self.layers = [FPRMLayer(c)]
+        self.layers = [self.block(c)]
         dtype = base.dtype_of(c.dtype)
         self.lm_head = layers.Linear(c.vocab_size, dtype=dtype)
         zeros = nn.initializers.zeros_init()
