@@ -61,6 +61,23 @@ def cases() -> Iterator[Case]:
             for mixer in ("householder", "dplr"):
                 f = functools.partial(kp.fused_fixed_point, mixer=mixer, platform="tpu")
                 yield f"fused_fixed_point {mixer} {b}x{t}x{d}x{r} {kind}", f, args
+        for b, t, h, p, g, n in (
+            (2, 1, 1, 1, 1, 1),
+            (1, 300, 4, 24, 2, 5),
+            (8, 4096, 32, 64, 1, 128),
+        ):
+            args = _shapes((b, t, h, p), (b, t, h), (b, t, g, n), (b, t, g, n), dtype=dtype)
+            f = functools.partial(kp.ssd, platform="tpu")
+            yield f"ssd {b}x{t}x{h}x{p}x{g}x{n} {kind}", jax.grad(_loss(f), (0, 1, 2, 3)), args
+        for b, t, h, k, v in ((2, 1, 1, 1, 1), (1, 300, 2, 5, 24), (8, 4096, 16, 128, 128)):
+            heads = (b, t, h)
+            args = _shapes((*heads, k), (*heads, k), (*heads, v), heads, heads, dtype=dtype)
+            f = functools.partial(kp.delta_rule, platform="tpu")
+            yield (
+                f"delta_rule {b}x{t}x{h}x{k}x{v} {kind}",
+                jax.grad(_loss(f), tuple(range(5))),
+                args,
+            )
 
 
 def compile_for(topology: str, f: Callable, args: tuple) -> int:

@@ -40,7 +40,7 @@ def _kernel(
     _, block_t, dim = h_ref.shape
 
     @pl.when(step == 0)
-    def _():
+    def _reset():
         state_ref[...] = jnp.zeros_like(state_ref)
         residual_ref[...] = jnp.zeros_like(residual_ref)
 

@@ -44,7 +44,8 @@ def fused(*args, **options):
 def test_one_iteration_matches_float64(shape, rank, mixer, scale):
     args = inputs(shape, rank)
     got = fused(*args, mixer=mixer, scale=scale, chunk=16)
-    want = reference.fixed_point_iteration(*args, mixer=mixer, scale=scale)
+    h, bx, decay, units, alpha = args
+    want = reference.fixed_point_iteration(h, bx, decay, units, alpha, mixer, scale)
     checks.assert_close(got, want, 1e-5)
 
 

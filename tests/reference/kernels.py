@@ -103,3 +103,35 @@ def fixed_point_dense(bx, decay, units, alpha, scale=1.0):
             state = np.linalg.solve(keep + rest @ q, right)
             h[b, t] = state
     return h
+
+
+def ssd(x, log_decay, b, c, h0=None):
+    """H_t = exp(a_t) H_{t-1} + x_t B_tᵀ, y_t = H_t C_t; x (B, T, H, P), b and c (B, T, G, N).
+
+    The state is (B, H, P, N). Returns y (B, T, H, P) and the last state.
+    """
+    x, log_decay, b, c = f64(x, log_decay, b, c)
+    heads = x.shape[2]
+    b, c = (np.repeat(v, heads // v.shape[2], axis=2) for v in (b, c))
+    state = np.zeros((*x[:, 0].shape, b.shape[-1])) if h0 is None else f64(h0)[0]
+    y = np.zeros_like(x)
+    for t in range(x.shape[1]):
+        state = np.exp(log_decay[:, t])[..., None, None] * state
+        state = state + x[:, t][..., None] * b[:, t][..., None, :]
+        y[:, t] = (state * c[:, t][..., None, :]).sum(-1)
+    return y, state
+
+
+def delta_rule(q, k, v, beta, log_decay=None, h0=None):
+    """S_t = α_t (I - β_t k_t k_tᵀ) S_{t-1} + β_t k_t v_tᵀ, y_t = S_tᵀ q_t; state (B, H, K, V)."""
+    q, k, v, beta = f64(q, k, v, beta)
+    alpha = np.ones_like(beta) if log_decay is None else np.exp(f64(log_decay)[0])
+    state = np.zeros((*k[:, 0].shape, v.shape[-1])) if h0 is None else f64(h0)[0]
+    y = np.zeros_like(v)
+    for t in range(v.shape[1]):
+        k_t, a_t, b_t = k[:, t][..., None], alpha[:, t], beta[:, t]
+        erase = np.eye(k.shape[-1]) - b_t[..., None, None] * k_t * k_t.swapaxes(-1, -2)
+        state = a_t[..., None, None] * (erase @ state)
+        state = state + b_t[..., None, None] * k_t * v[:, t][..., None, :]
+        y[:, t] = (state * q[:, t][..., None]).sum(-2)
+    return y, state
