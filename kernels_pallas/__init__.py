@@ -8,6 +8,7 @@ from kernels_pallas.delta import delta_rule
 from kernels_pallas.fused_fixed_point import fused_fixed_point
 from kernels_pallas.linear_scan import linear_scan, linear_scan_bwd
 from kernels_pallas.selective_scan import selective_scan
+from kernels_pallas.sharded import sharded_linear_scan
 from kernels_pallas.ssd import ssd
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "linear_scan",
     "linear_scan_bwd",
     "selective_scan",
+    "sharded_linear_scan",
     "ssd",
     "supports_mosaic_gpu",
 ]

@@ -69,19 +69,18 @@ def supports_mosaic_gpu() -> bool:
     return usable
 
 
-def tile_scan(a: jax.Array, x: jax.Array, carry: jax.Array, reverse: bool) -> jax.Array:
-    """h_t = a_t h_{t-1} + x_t over the 8 rows of one register tile, in three doubling steps.
+def tile_compose(a: jax.Array, x: jax.Array, reverse: bool) -> tuple[jax.Array, jax.Array]:
+    """Composed steps over the 8 rows of one register tile, in three doublings.
 
     Doubling only multiplies and adds, so decays of exactly 0 or 1 and products that underflow are
     harmless (a log-space form would not survive them).
 
     Args:
-      a, x: float32 (b, 8, d).
-      carry: float32 (b, 1, d), the state before the first row (after the last, if reverse).
+      a, x: float32 (b, 8, d), the steps h -> a_t h + x_t.
       reverse: run from row 7 to row 0.
 
     Returns:
-      h, float32 (b, 8, d).
+      (p, y) with h_t = p_t h + y_t for the state h that enters the tile.
     """
     rows = a.shape[1]
     row = lax.broadcasted_iota(jnp.int32, a.shape, 1)
@@ -92,6 +91,12 @@ def tile_scan(a: jax.Array, x: jax.Array, carry: jax.Array, reverse: bool) -> ja
         x = jnp.where(inside, a * pltpu.roll(x, shift, 1) + x, x)
         a = jnp.where(inside, a * pltpu.roll(a, shift, 1), a)
         step *= 2
+    return a, x
+
+
+def tile_scan(a: jax.Array, x: jax.Array, carry: jax.Array, reverse: bool) -> jax.Array:
+    """h_t = a_t h_{t-1} + x_t over one register tile (b, 8, d), entered by `carry` (b, 1, d)."""
+    a, x = tile_compose(a, x, reverse)
     return a * carry + x
 
 

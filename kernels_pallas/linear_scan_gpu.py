@@ -224,6 +224,24 @@ def _entering(mode, inputs, first, spans, *, reverse, backwards, interpret):
     return _chain(prod.reshape(shape), last.reshape(shape), first, backwards).reshape(-1, dim)
 
 
+def aggregate(a, x, *, reverse=False, chunk=None, interpret=False):
+    """The last state from a zero start and the product of a, float32 (B, D); reads a, x once."""
+    batch, time, dim = x.shape
+    full = common.round_up(time, TILE), common.round_up(dim, LANES)
+    spans = _spans(batch, *full, chunk)
+    cut = [
+        _padded(v, *full, fill).reshape(batch * spans, full[0] // spans, full[1])
+        for v, fill in ((a, 1.0), (x, 0.0))
+    ]
+    zero = jnp.zeros((batch * spans, full[1]), jnp.float32)
+    last, prod = _call("aggregate", cut, [zero, zero + 1], (), reverse=reverse, interpret=interpret)
+    last, prod = (v.reshape(batch, spans, full[1])[..., :dim] for v in (last, prod))
+    total = zero[:batch, :dim]
+    for span in reversed(range(spans)) if reverse else range(spans):
+        total = prod[:, span] * total + last[:, span]
+    return total, jnp.prod(prod, axis=1)
+
+
 def forward(a, x, h0, *, reverse=False, chunk=None, interpret=False):
     """The scan itself.
 

@@ -136,6 +136,67 @@ def _call(arrays, first, *, reverse, adjoint, h0=None, out_dtypes, chunk, interp
     )(*operands)
 
 
+def _aggregate_kernel(
+    a_ref, x_ref, last_ref, prod_ref, state_ref, factor_ref, *, time, rows, reverse
+):
+    """The composition of all steps of one (batch, channel) block: last state from 0, product."""
+    step, steps = pl.program_id(2), pl.num_programs(2)
+    chunk = (steps - 1 - step) if reverse else step
+    block_t = a_ref.shape[1]
+    tiles = block_t // rows
+
+    @pl.when(step == 0)
+    def _reset():
+        state_ref[...] = jnp.zeros_like(state_ref)
+        factor_ref[...] = jnp.ones_like(factor_ref)
+
+    def tile(i, carry):
+        state, factor = carry
+        i = (tiles - 1 - i) if reverse else i
+        at = pl.ds(pl.multiple_of(i * rows, rows), rows)
+        a, x = (ref[:, at, :].astype(jnp.float32) for ref in (a_ref, x_ref))
+        if time % block_t:
+            t = chunk * block_t + i * rows + lax.broadcasted_iota(jnp.int32, a.shape, 1)
+            a, x = jnp.where(t < time, a, 1.0), jnp.where(t < time, x, 0.0)
+        for r in range(0, rows, common.SUBLANES):
+            r = rows - common.SUBLANES - r if reverse else r
+            part = slice(r, r + common.SUBLANES)
+            p, y = common.tile_compose(a[:, part], x[:, part], reverse)
+            p, y = common.last_row(p, reverse), common.last_row(y, reverse)
+            state, factor = p * state + y, p * factor
+        return state, factor
+
+    state, factor = lax.fori_loop(0, tiles, tile, (state_ref[...], factor_ref[...]))
+    state_ref[...], factor_ref[...] = state, factor
+
+    @pl.when(step == steps - 1)
+    def _finish():
+        last_ref[...], prod_ref[...] = state, factor
+
+
+def aggregate(a, x, *, reverse=False, chunk=None, interpret=False):
+    """The last state from a zero start and the product of a, float32 (B, D); reads a, x once."""
+    batch, time, dim = x.shape
+    rows = common.row_tile(a.dtype, x.dtype)
+    block = _blocks((batch, time, dim), rows, chunk)
+    grid = (common.cdiv(batch, block[0]), common.cdiv(dim, block[2]), common.cdiv(time, block[1]))
+    per_time = common.time_spec(block, grid[2], reverse)
+    per_channel = pl.BlockSpec((block[0], 1, block[2]), lambda b, d, c: (b, 0, d))
+    state = jax.ShapeDtypeStruct((batch, 1, dim), jnp.float32)
+    last, prod = pl.pallas_call(
+        functools.partial(_aggregate_kernel, time=time, rows=rows, reverse=reverse),
+        grid=grid,
+        in_specs=[per_time, per_time],
+        out_specs=[per_channel, per_channel],
+        out_shape=[state, state],
+        scratch_shapes=[pltpu.VMEM((block[0], 1, block[2]), jnp.float32)] * 2,
+        compiler_params=common.time_semantics(2),
+        interpret=interpret,
+        name="linear_scan_aggregate",
+    )(a, x)
+    return last[:, 0], prod[:, 0]
+
+
 def forward(a, x, h0, *, reverse=False, chunk=None, interpret=False):
     """The scan itself.
 
