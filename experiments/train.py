@@ -202,7 +202,10 @@ class _Loop:
         before = self.clock.seconds["evaluation"]
         results = self._evaluator(averaged(state))
         self._eval_seconds = self.clock.seconds["evaluation"] - before
+        logged = {(r["step"], r["length"]) for r in self.log.records if r["split"] == "eval"}
         for length, result in results.items():
+            if (step, length) in logged:
+                continue  # A finished run that was started again.
             kept = {k: v for k, v in result.items() if k != "prefix_accuracy"}
             self.log.add({"split": "eval", "step": step, "length": length, **kept})
         shown = ", ".join(f"{r['sequence_accuracy']:.3f} at {n}" for n, r in results.items())

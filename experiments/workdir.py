@@ -156,7 +156,9 @@ class MetricsLog:
         text = "".join(json.dumps(r) + "\n" for r in self.records)
         write_atomically(self.path, lambda p: p.write_text(text))
         self._file = open(self.path, "a")  # noqa: SIM115 - open for the whole run
-        self._events = SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1)
+        self._events = SummaryWriter(
+            str(workdir / "tensorboard"), purge_step=start + 1, filename_suffix=f".from{start}"
+        )
 
     def __enter__(self) -> MetricsLog:
         return self

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from experiments import run
+from experiments.report import read_metrics
 from experiments.workdir import Workdir
 from tests.experiments.conftest import TINY, tiny
 
@@ -144,6 +145,9 @@ def test_train_then_evaluate_again(command, capsys, tmp_path):
     trained = json.loads((path / "result.json").read_text())
     assert command("--config.train.steps=2") == 0
     assert "continuing at step 2 of 2" in capsys.readouterr().out
+    records = read_metrics(path / "metrics.jsonl")
+    keys = [(r["split"], r["step"], r.get("length")) for r in records]
+    assert sorted(keys, key=str) == [("eval", 2, 4), ("eval", 2, 6), ("train", 2, None)]
 
     flags = ("--config.train.steps=2", "--config.eval.lengths=(4,)", "--config.eval.max_examples=3")
     assert command(*flags, "--mode=eval") == 0
