@@ -18,6 +18,7 @@ from kernels_pallas import common
 from kernels_pallas.linear_scan import linear_scan
 
 MIXERS = ("householder", "dplr")
+PLATFORMS = ("tpu",)
 BLOCK_BYTES = 8 * 2**20  # of VMEM for all blocks, double buffers included
 EPS = 1e-8
 
@@ -165,8 +166,8 @@ def fused_fixed_point(
     Raises:
       ValueError: shapes that do not match, an unknown mixer, types or platforms without a kernel.
     """
-    if platform != "tpu":
-        raise ValueError(f"platform={platform!r}; fused_fixed_point has kernels for ['tpu']")
+    if platform not in PLATFORMS:
+        raise ValueError(f"platform={platform!r}; fused_fixed_point has kernels for {PLATFORMS}")
     if mixer not in MIXERS:
         raise ValueError(f"mixer={mixer!r}; the fused iteration takes {MIXERS}")
     shape, rank = h.shape, alpha.shape[-1]

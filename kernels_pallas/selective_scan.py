@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from kernels_pallas import common, selective_scan_tpu
 
 _FAMILY = {"tpu": selective_scan_tpu}
+PLATFORMS = tuple(_FAMILY)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(8, 9))
@@ -52,8 +53,8 @@ def selective_scan(u, delta, A, B, C, D=None, z=None, h0=None, *, platform, inte
     Raises:
       ValueError: shapes that do not match, types or platforms without a kernel.
     """
-    if platform not in _FAMILY:
-        raise ValueError(f"platform={platform!r}; selective_scan has kernels for {list(_FAMILY)}")
+    if platform not in PLATFORMS:
+        raise ValueError(f"platform={platform!r}; selective_scan has kernels for {PLATFORMS}")
     for name, v in (("u", u), ("delta", delta), ("B", B), ("C", C)):
         common.check_float(name, v)
     batch, time, dim = u.shape
