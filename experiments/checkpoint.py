@@ -38,6 +38,10 @@ class Checkpoints:
         """Step of the newest checkpoint, or None."""
         return self._manager.latest_step()
 
+    def wait(self) -> None:
+        """Returns when the last save is on disk."""
+        self._manager.wait_until_finished()
+
     def save(self, step: int, state: PyTree) -> None:
         """Starts saving `state`; a step that is already there is left as it is."""
         if step not in self._manager.all_steps():
@@ -60,7 +64,8 @@ class Checkpoints:
         """
         place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), like)
-        for step in sorted(self._manager.all_steps(), reverse=True):
+        found = sorted(self._manager.all_steps(), reverse=True)
+        for step in found:
             try:
                 return step, self._manager.restore(step, args=ocp.args.StandardRestore(like))
             # A broken file can surface as almost any exception of Orbax, TensorStore or json.
@@ -71,6 +76,8 @@ class Checkpoints:
                     f"checkpoint {step} cannot be read ({type(error).__name__}: {reason}); moved "
                     f"it to {moved} and trying the one before"
                 )
+        if found:
+            say("no checkpoint is left that can be read: starting from the beginning")
         return None
 
     def _set_aside(self, step: int) -> Path:

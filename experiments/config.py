@@ -95,13 +95,18 @@ def load(spec: str, overrides: Mapping[str, str] | None = None) -> dict[str, Any
     if module_spec is None or module_spec.loader is None:
         raise UserError(f"config file {path_text} is not a Python file")
     module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
-    if not hasattr(module, "get_config"):
-        raise UserError(f"config file {path_text} has no function get_config")
-    takes_variant = bool(inspect.signature(module.get_config).parameters)
-    if variant and not takes_variant:
-        raise UserError(f"config file {path_text} has no variants, but {variant!r} was asked for")
-    raw = module.get_config(variant) if variant else module.get_config()
+    try:
+        module_spec.loader.exec_module(module)
+        if not hasattr(module, "get_config"):
+            raise UserError(f"config file {path_text} has no function get_config")
+        if variant and not inspect.signature(module.get_config).parameters:
+            raise UserError(f"config file {path_text} has no variants, so {variant!r} is none")
+        raw = module.get_config(variant) if variant else module.get_config()
+    except UserError:
+        raise
+    except Exception as error:  # The file is the user's program: anything can happen in it.
+        name = type(error).__name__
+        raise UserError(f"config file {path_text} cannot be loaded: {name}: {error}") from error
     config = raw.to_dict() if isinstance(raw, ml_collections.ConfigDict) else dict(raw)
     return complete(config, overrides or {})
 

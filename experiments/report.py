@@ -123,12 +123,12 @@ def plot_training(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
         panels[1].plot(steps, [r[metric] for r in finished], label=label)
     panels[2].plot(steps, [r["solver_steps_mean"] for r in finished], label="train, mean")
     evals = [r for r in records if r["split"] == "eval"]
-    for length in sorted({r["length"] for r in evals}):
+    for i, length in enumerate(sorted({r["length"] for r in evals})):
         mine = [r for r in evals if r["length"] == length]
         at = [r["step"] for r in mine]
         for axes, metric in ((panels[1], "sequence_accuracy"), (panels[2], "solver_steps_median")):
             label = f"length {length}, {metric.replace('_', ' ')}"
-            axes.plot(at, [r[metric] for r in mine], "o", markersize=4, label=label)
+            axes.plot(at, [r[metric] for r in mine], "o", color=f"C{i + 2}", ms=4, label=label)
     panels[1].set(title="Accuracy", ylim=(-0.03, 1.03))
     panels[2].set(title="Solver steps", ylim=(0, None))
     for axes in panels[1:]:

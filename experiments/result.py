@@ -70,6 +70,7 @@ def finish(
         "step": int(state.step),
         "weights": "averaged (EMA)" if config["ema"] else "last",
         "seed": config["seed"],
+        "task": config["task"],
         "data": {split: run.task.identity(split) for split in ("train", "eval")},
         **{name: {n: r[name] for n, r in results.items()} for name in names},
         "residual_by_iteration": traces,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -149,6 +150,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     except Interrupted as error:
         command = shlex.join(["python", "-m", "experiments.run", *argv[1:]])
         print(f"{error}; to continue: {command}", file=sys.stderr)

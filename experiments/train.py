@@ -53,23 +53,22 @@ def train(run: Run) -> dict[str, Any]:
     optimizer = optim.make_optimizer(config["optimizer"], steps)
     example = run.task.train_batch(0, config["train"]["batch_size"])
     init = functools.partial(init_state, config, optimizer, example)
-    with contextlib.ExitStack() as stack:
-        caught = stack.enter_context(catch_signals())
-        checkpoints = stack.enter_context(Checkpoints(run.path, config["checkpoint"]["keep"]))
+    with Checkpoints(run.path, config["checkpoint"]["keep"]) as checkpoints:
         restored = checkpoints.restore(jax.eval_shape(init), run.progress.say)
-        if restored is None:
-            start, state = 0, init()
-        else:
-            start, state = restored
-            run.progress.say(f"continuing at step {start} of {steps}")
+        start, state = restored or (0, init())
         if start > steps:
             raise UserError(f"{run.path} is at step {start} already, past train.steps={steps}")
-        log = stack.enter_context(MetricsLog(run.path, start))
-        run.clock.continue_from(log.records)
-        loop = _Loop(run, checkpoints, log)
-        state = loop.run(state, start, optimizer, caught)
-        results = loop.results or loop.evaluate(steps, state)
-        return finish(run, state, results, log.records)
+        if restored:
+            run.progress.say(f"continuing at step {start} of {steps}")
+        with MetricsLog(run.path, start) as log:
+            run.clock.continue_from(log.records)
+            loop = _Loop(run, checkpoints, log)
+            with catch_signals() as caught:
+                state = loop.run(state, start, optimizer, caught)
+                checkpoints.wait()
+            # From here on a signal may end the program: rerunning it comes back to this line.
+            results = loop.results or loop.evaluate(steps, state)
+            return finish(run, state, results, log.records)
 
 
 @contextlib.contextmanager

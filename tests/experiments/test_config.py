@@ -116,8 +116,12 @@ def test_load_files_and_variants(tmp_path):
     assert configs.load(f"{variants}:two")["seed"] == 2
     with pytest.raises(UserError, match="unknown variant 'twoo'; did you mean 'two'"):
         configs.load(f"{variants}:twoo")
-    with pytest.raises(UserError, match="has no variants, but 'two' was asked for"):
+    with pytest.raises(UserError, match="has no variants, so 'two' is none"):
         configs.load(f"{plain}:two")
+    with pytest.raises(UserError, match=r"broken\.py cannot be loaded: SyntaxError: "):
+        configs.load(write(tmp_path / "broken.py", "def get_config(:\n"))
+    with pytest.raises(UserError, match=r"failing\.py cannot be loaded: ZeroDivisionError: "):
+        configs.load(write(tmp_path / "failing.py", "def get_config():\n    return 1 / 0\n"))
     with pytest.raises(UserError, match="has no function get_config"):
         configs.load(write(tmp_path / "c.py", "x = 1\n"))
 
