@@ -2,7 +2,8 @@
 
 Three accuracies that must not be confused: `sequence_accuracy` is the share of sequences with
 every labelled token right, `token_accuracy` the share of labelled tokens that are right, and
-`prefix_accuracy[t]` the share of sequences that are right at every position up to t.
+`prefix_accuracy[t]` the share of sequences that are right at every position up to t. A puzzle adds
+what its own rules say (`Scored` in `experiments.tasks`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 import fpr
 from experiments import losses
 from experiments.context import Run
+from experiments.tasks import Scored
 
 PyTree = Any
 Batch = Mapping[str, Any]
@@ -35,6 +37,8 @@ class Evaluator:
         self.lengths = tuple(config["eval"]["lengths"])
         self._run = run
         self._max_examples = config["eval"]["max_examples"]
+        if isinstance(run.task, Scored):
+            self._max_examples = min(self._max_examples, run.task.eval_size)
         self._batch_size = min(config["eval"]["batch_size"], self._max_examples)
         # Far from the keys of training, which folds in 0 and 1.
         self._key = jax.random.fold_in(jax.random.key(config["seed"]), 2**31 - 1)
@@ -62,19 +66,24 @@ class Evaluator:
             batch = self._batch(length, start, count)
             outcome = self._compiled[length](params, batch, jax.random.fold_in(key, start))
             parts.append({k: np.asarray(v)[:count] for k, v in outcome.items()})
-        return summarise({k: np.concatenate([p[k] for p in parts]) for k in parts[0]})
+        whole = {k: np.concatenate([p[k] for p in parts]) for k in parts[0]}
+        task = self._run.task
+        extra = task.score(whole) if isinstance(task, Scored) else {}
+        return summarise(whole) | extra
 
 
 def _outcome(model: Mapping[str, Any], params: PyTree, batch: Batch, key: jax.Array) -> Batch:
     """Per-example outcome of one batch; leaves lead with B."""
     out = fpr.apply(model, params, batch, train=False, key=key)
-    return {
+    outcome = {
+        "predictions": jnp.argmax(out.logits, axis=-1).astype(jnp.int32),
         "correct": losses.token_correct(out.logits, batch["labels"]),
         "labelled": jnp.asarray(batch["labels"] != losses.IGNORED),
         "steps": out.steps,
         "residual": out.residual,
         "converged": out.converged,
     }
+    return outcome if out.q_logits is None else outcome | {"q_halt": out.q_logits[:, 0]}
 
 
 def pad_batch(batch: Batch, size: int) -> dict[str, np.ndarray]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from experiments.errors import UserError, unknown
+from experiments.tasks.sudoku import Sudoku
 from experiments.tasks.word_problem import WordProblem
 
 
@@ -40,7 +41,24 @@ class Task(Protocol):
         """Evaluation examples start..start+count-1 at the given length."""
 
 
-TASKS: dict[str, type] = {"word_problem": WordProblem}
+@runtime_checkable
+class Scored(Protocol):
+    """A task with a finite evaluation set whose answers its own rules can judge."""
+
+    @property
+    def eval_size(self) -> int:
+        """Number of evaluation examples; more are never asked for."""
+
+    def score(self, outcome: Mapping[str, np.ndarray]) -> dict[str, object]:
+        """Metrics beyond those of `experiments.evaluate`.
+
+        Args:
+          outcome: of the first N evaluation examples: `predictions` (N, T) token ids, `steps` (N,)
+            and what else `experiments.evaluate` collects.
+        """
+
+
+TASKS: dict[str, type] = {"sudoku": Sudoku, "word_problem": WordProblem}
 
 
 def options(name: str) -> dict[str, Any]:

@@ -11,27 +11,10 @@ itself never produces. Labels are token ids too, and -100 marks positions that d
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 
 import numpy as np
 
-from experiments.tasks import groups
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-
-def _hash(counter: np.ndarray) -> np.ndarray:
-    """SplitMix64's output function: uint64 counters to well-mixed uint64 values."""
-    x = counter * _GOLDEN
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def _stream_key(*parts: object) -> np.uint64:
-    """A 64-bit key for the stream named by `parts`; different parts, unrelated streams."""
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return np.uint64(int.from_bytes(digest, "little"))
+from experiments.tasks import groups, streams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,12 +68,13 @@ class WordProblem:
         """The training batch of optimiser step `step` (0-based): `tokens`, `labels` (B, T)."""
         index = np.arange(step * batch_size, (step + 1) * batch_size, dtype=np.int64)
         if self.train_sequences:
-            epoch, index = np.divmod(index, self.train_sequences)
-            index = self._shuffled(index, epoch)
+            _, index = streams.epochs(self.seed, self.train_sequences, index)
         batch = self.sequences("train", self.length, index)
         if self.min_length:
             low, high = self.min_length, self.length
-            draw = _hash(_stream_key(self.seed, "lengths") + index.astype(np.uint64))
+            draw = streams.hash64(
+                streams.stream_key(self.seed, "lengths") + index.astype(np.uint64)
+            )
             lengths = low + (draw % np.uint64(high - low + 1)).astype(np.int64)
             beyond = np.arange(self.length) >= lengths[:, None]
             batch["tokens"][beyond] = 0
@@ -115,9 +99,9 @@ class WordProblem:
         if length < 1:
             raise ValueError(f"sequence length must be at least 1, got {length}")
         group = groups.group(self.group)
-        key = _stream_key(self.seed, self.group, split, length)
-        rows = _hash(key ^ _hash(index.astype(np.uint64)))
-        draws = _hash(rows[:, None] + np.arange(1, length + 1, dtype=np.uint64))
+        key = streams.stream_key(self.seed, self.group, split, length)
+        rows = streams.hash64(key ^ streams.hash64(index.astype(np.uint64)))
+        draws = streams.hash64(rows[:, None] + np.arange(1, length + 1, dtype=np.uint64))
         elements = (draws % np.uint64(group.order)).astype(np.int64)
         products = np.empty_like(elements)
         products[:, 0] = elements[:, 0]
@@ -127,16 +111,3 @@ class WordProblem:
             "tokens": (elements + 1).astype(np.int32),
             "labels": (products + 1).astype(np.int32),
         }
-
-    def _shuffled(self, index: np.ndarray, epoch: np.ndarray) -> np.ndarray:
-        """A different order of 0..N-1 in each epoch: i -> (a i + b) mod N with a coprime to N."""
-        n = self.train_sequences
-        shuffled = np.empty_like(index)
-        for e in np.unique(epoch):
-            rng = np.random.Generator(np.random.Philox(key=[self.seed, int(e)]))
-            a, b = int(rng.integers(1, n + 1)), int(rng.integers(n))
-            while np.gcd(a, n) != 1:
-                a = a % n + 1
-            mine = epoch == e
-            shuffled[mine] = (index[mine] * a + b) % n
-        return shuffled

@@ -1,0 +1,1 @@
+"""Small data sets that are shipped, and the programs that made them."""
