@@ -20,7 +20,7 @@ import numpy as np
 
 from fpr.adjoints import Adjoint, OneStep
 from fpr.fixed_point import Trace
-from fpr.models import base, fp_rnn, fprm, hrm, transformer, trm
+from fpr.models import base, fp_rnn, fprm, hrm, lstm, transformer, trm
 from fpr.models.base import Model, Output
 from fpr.solvers import Damped, SolverState
 
@@ -33,6 +33,7 @@ MODELS: dict[str, tuple[type[Model], Any]] = {
     "fp_rnn": (fp_rnn.FPRNN, fp_rnn.FPRNNConfig),
     "hrm": (hrm.HRM, hrm.HRMConfig),
     "looped_transformer": (fprm.FPRM, transformer.LoopedTransformerConfig),
+    "lstm": (lstm.LSTM, lstm.LSTMConfig),
     "transformer": (transformer.Transformer, transformer.TransformerConfig),
     "trm": (trm.TRM, trm.TRMConfig),
 }

@@ -88,6 +88,15 @@ class Block(base.Layer):
         return h + self.output(x, z).astype(h.dtype)
 
 
+class PlainBlock(Block):
+    """A block without a loop: `step` maps what `prepare` gives to what `output` reads."""
+
+    loop = False
+
+    def init_state(self, x: PyTree, key: jax.Array | None) -> tuple[()]:
+        return ()
+
+
 class Stack(base.Model):
     """Embedding, `config.num_layers` blocks of class `block`, RMSNorm and a head without bias."""
 

@@ -256,7 +256,7 @@ class FPRM(base.Model):
     """
 
     config: FPRMConfig
-    block: ClassVar[type[base.Layer]] = FPRMLayer
+    block: ClassVar[Any] = FPRMLayer
 
     def setup(self) -> None:
         c = self.config

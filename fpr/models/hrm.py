@@ -6,9 +6,8 @@ Spec 2 section 4. TRM's recursion with 4 + 4 layers, 2 × 2 cycles and the one-s
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from fpr.models import base
 from fpr.models.fprm import FPRM, FPRMLayer
 from fpr.models.trm import TRMConfig, TRMLayer
 
@@ -49,4 +48,4 @@ class HRM(FPRM):
     """Embedding (and registers), the recursion, a linear head on z_H and a Q head on position 0."""
 
     config: HRMConfig
-    block: ClassVar[type[base.Layer]] = HRMLayer
+    block: ClassVar[Any] = HRMLayer

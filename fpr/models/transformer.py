@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from fpr.models import base
 from fpr.models.fprm import FPRM, FPRMConfig, FPRMLayer
 
 
@@ -56,7 +55,7 @@ class Transformer(FPRM):
     """Embedding (and registers), L blocks, a linear head; no Q head."""
 
     config: TransformerConfig
-    block: ClassVar[type[base.Layer]] = TransformerLayer
+    block: ClassVar[Any] = TransformerLayer
 
     def head(self, h: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         logits = self.lm_head(h[:, self.config.num_registers :])

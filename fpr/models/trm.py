@@ -7,6 +7,7 @@ supervision: `h_cycles` × { `l_cycles` × z_L ← net(z_L; z_H + x); then z_H �
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -169,7 +170,8 @@ class Updates:
         """z_H once."""
         if not z["L"]:
             return self.lows(z)
-        return {"H": self.high_net(sum(z["L"]), z["H"]), "L": z["L"]}
+        total = functools.reduce(jnp.add, z["L"])
+        return {"H": self.high_net(total, z["H"]), "L": z["L"]}
 
     def cycle(self, z: States, l_cycles: int) -> States:
         """l_cycles updates of the low states, then one of z_H."""
@@ -185,4 +187,4 @@ class TRM(FPRM):
     """Embedding (and registers), the recursion, a linear head on z_H and a Q head on position 0."""
 
     config: TRMConfig
-    block: ClassVar[type[base.Layer]] = TRMLayer
+    block: ClassVar[Any] = TRMLayer

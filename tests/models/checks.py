@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import fpr
 from fpr.registry import flatten
@@ -68,6 +69,44 @@ def check_trains(config: Mapping[str, Any], params: Any, without: tuple[str, ...
         else:
             assert np.any(value), name
     return grads
+
+
+def check_sequence_model(config: Mapping[str, Any], params: Any) -> None:
+    """What holds for each causal model without a loop: causality, gradients, its report, bf16."""
+    apply = jitted(config)
+    check_causal(config, params, apply)
+    check_trains(config, params)
+    out = apply(params, {"tokens": TOKENS})
+    np.testing.assert_array_equal(out.steps, 1)
+    assert out.converged.all()
+    assert out.state == ()
+    low = fpr.apply(dict(config) | {"dtype": "bfloat16"}, params, {"tokens": TOKENS})
+    assert low.logits.dtype == jnp.float32
+    error = np.abs(np.asarray(low.logits) - np.asarray(out.logits)).max()
+    assert 1e-7 < error < 0.05 * (1 + np.abs(np.asarray(out.logits)).max())
+    with pytest.raises(ValueError, match=r"shape \(2, 0\), allowed: \(B, T\) with B, T >= 1"):
+        fpr.apply(config, params, {"tokens": jnp.zeros((2, 0), jnp.int32)})
+
+
+def stack_logits(params: Mapping[str, Any], blocks: Any, eps: float = 1e-5) -> np.ndarray:
+    """Logits of a `Stack` for TOKENS in float64; blocks[i] maps normed (T, D) to what it adds."""
+
+    def norm(v: np.ndarray, scale: Any) -> np.ndarray:
+        return v / np.sqrt(np.mean(v * v, -1, keepdims=True) + eps) * np.asarray(scale, np.float64)
+
+    rows = []
+    for tokens in np.asarray(TOKENS):
+        h = np.asarray(params["embedding"]["embedding"], np.float64)[tokens]
+        for i, block in enumerate(blocks):
+            h = h + block(norm(h, params[f"layer_{i}"]["norm"]["scale"]))
+        h = norm(h, params["final_norm"]["scale"])
+        rows.append(h @ np.asarray(params["lm_head"]["kernel"], np.float64))
+    return np.stack(rows)
+
+
+def float64(params: Any) -> Any:
+    """Parameters as NumPy float64."""
+    return jax.tree.map(lambda w: np.asarray(w, np.float64), params)
 
 
 def reasoner_weights(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
