@@ -1,0 +1,68 @@
+"""Which form of a scan runs: by the caller's word, or by platform when a program is lowered.
+
+Private to the scans. Nothing here looks at devices while tracing, so cross-lowering works.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Array = jax.Array
+
+BACKENDS = ("auto", "pallas", "xla", "sequential")
+KERNEL_TYPES = ("float32", "bfloat16", "float16")
+
+
+def check_backend(backend: str) -> None:
+    """Raises ValueError unless backend names a form of the scans."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is not one of {', '.join(BACKENDS)}")
+
+
+def carry_type(dtype: Any) -> Any:
+    """The type in which a state is carried: at least float32."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def dispatch(
+    backend: str,
+    sequential: Callable[..., Any],
+    xla: Callable[..., Any],
+    pallas: Callable[..., Any] | None,
+    *args: Array,
+) -> Any:
+    """Runs the form that `backend` names; "auto" is decided by platform at lowering.
+
+    Args:
+      sequential, xla: the two forms that run anywhere.
+      pallas: platform -> form, or None where no kernel takes these arguments.
+    """
+    if backend == "sequential":
+        return sequential(*args)
+    if backend == "xla":
+        return xla(*args)
+    if backend == "pallas":
+        if pallas is None:
+            raise ValueError(
+                f"backend='pallas' takes {', '.join(KERNEL_TYPES)}, not {args[0].dtype}; "
+                "use backend='auto', 'xla' or 'sequential'"
+            )
+        return lax.platform_dependent(
+            *args,
+            tpu=functools.partial(pallas, platform="tpu"),
+            cuda=functools.partial(pallas, platform="gpu"),
+        )
+    kernels = {}
+    if pallas is not None:
+        from kernels_pallas import supports_mosaic_gpu
+
+        kernels["tpu"] = functools.partial(pallas, platform="tpu")
+        if supports_mosaic_gpu():
+            kernels["cuda"] = functools.partial(pallas, platform="gpu")
+    return lax.platform_dependent(*args, cpu=sequential, default=xla, **kernels)
