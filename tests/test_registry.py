@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import fpr
 from fpr import adjoints, registry
 from fpr.solvers import Damped
 
-CONFIG = {
+CONFIG: Any = {
     "name": "fprm", "vocab_size": 5, "seq_len": 4, "hidden_size": 8, "num_heads": 2,
     "num_layers": 1, "adjoint": {"name": "unrolled"},
     "solver": {"preset": "fprm", "train": {"max_steps": 6}, "eval": {"max_steps": 9}},
@@ -83,7 +84,6 @@ def test_load_returns_what_was_saved(tmp_path, params):
     save(tmp_path, params)
     config, loaded = fpr.load(tmp_path)
     assert config == CONFIG
-    assert jax.tree.structure(loaded) == jax.tree.structure(params)
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
     assert fpr.load(str(tmp_path))[0] == CONFIG
 
@@ -121,4 +121,4 @@ def test_a_flipped_bit_in_the_weights_is_noticed(tmp_path, params):
 def test_flatten_and_unflatten_are_inverse(params):
     flat = registry.flatten(params)
     assert "layers_0/alpha_1" in flat
-    assert jax.tree.structure(registry.unflatten(flat)) == jax.tree.structure(params)
+    jax.tree.map(np.testing.assert_array_equal, registry.unflatten(flat), params)

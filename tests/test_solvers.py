@@ -1,6 +1,7 @@
 """The damped solver against plain NumPy float64, and each of its options alone."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -149,7 +150,7 @@ def test_best_residual_halts_where_the_current_one_does_not():
         return jnp.where(z < 0.5, z + 1e-5, z * 1.5)
 
     z0 = jnp.array([[0.49999]])
-    start = {"tolerance": 1e-6, "max_steps": 4, "decay": 1.0}
+    start: Any = {"tolerance": 1e-6, "max_steps": 4, "decay": 1.0}
     state = Damped(residual="best", **start)
     best = state.run(f, state.init(z0))
     current = Damped(**start)
@@ -169,8 +170,9 @@ def test_best_residual_halts_where_the_current_one_does_not():
     ],
 )  # fmt: skip
 def test_bad_options_are_named_with_what_is_allowed(name, value):
+    make: Any = Damped
     with pytest.raises(ValueError, match=rf"{name}=.*allowed: ") as error:
-        Damped(**{name: value})
+        make(**{name: value})
     assert repr(value) in str(error.value)
 
 

@@ -1,6 +1,6 @@
 """The road: layers with and without a loop, states and traces, and config sections."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -14,6 +14,7 @@ from fpr.models.fprm import FPRMConfig
 from fpr.solvers import Damped
 
 D = 4
+TEXT: Any = "fprm"  # Where a mapping is due.
 BATCH = {"tokens": jnp.array([[1, 2, 3], [3, 2, 1]])}
 SOLVER = Damped(tolerance=1e-4, max_steps=50)
 
@@ -166,16 +167,16 @@ def test_options_are_parsed_and_typed():
          "model.vocab_size='5', allowed: a value of type int"),
         (lambda: base.parse_options(FPRMConfig, {"vocab_size": True}, "model"),
          "model.vocab_size=True"),
-        (lambda: base.parse_options(FPRMConfig, "fprm", "model"),
+        (lambda: base.parse_options(FPRMConfig, TEXT, "model"),
          "model='fprm', allowed: a mapping"),
         (lambda: base.make_solver({"evl": {}}, True), "'evl' in model.solver; did you mean 'eval'"),
         (lambda: base.make_solver({"preset": "fprn"}, True), "unknown solver preset 'fprn'"),
-        (lambda: base.make_solver("fprm", True), "model.solver='fprm', allowed: a mapping"),
+        (lambda: base.make_solver(TEXT, True), "model.solver='fprm', allowed: a mapping"),
         (lambda: base.make_solver({"train": 3}, True), "model.solver.train=3, allowed: a mapping"),
         (lambda: base.make_solver({"train": {"paticence": 3}}, True),
          "'paticence' in model.solver.train; did you mean 'patience'"),
         (lambda: base.make_solver({"train": {"patience": 0}}, True), "patience=0, allowed"),
-        (lambda: base.make_adjoint("one_step"), "model.adjoint='one_step', allowed: a mapping"),
+        (lambda: base.make_adjoint(TEXT), "model.adjoint='fprm', allowed: a mapping"),
         (lambda: base.make_adjoint({"name": "onestep"}),
          "model.adjoint.name 'onestep'; did you mean 'one_step'"),
         (lambda: base.make_adjoint({"name": "neumann", "kk": 3}),

@@ -13,6 +13,7 @@ from fpr.models.fprm import FPRMConfig, tied_scales
 from fpr.registry import flatten, unflatten
 from fpr.solvers import Damped
 
+pytestmark = pytest.mark.usefixtures("fast_compile")
 SMALL = {
     "name": "fprm", "vocab_size": 5, "seq_len": 4, "hidden_size": 8, "num_heads": 2,
     "num_layers": 1, "expansion": 0.5, "solver": {"preset": "fprm", "eval": {"max_steps": 40}},
