@@ -18,6 +18,7 @@ FLOATS = ("float32", "bfloat16", "float16")
 SUBLANES = 8
 LANES = 128
 PLATFORMS = ("tpu", "gpu")
+EPS = 1e-8  # keeps the residual of a zero state finite (spec 1, section 4)
 
 log = logging.getLogger(__name__)
 

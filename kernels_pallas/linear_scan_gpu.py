@@ -193,7 +193,7 @@ def _padded(v, time: int, dim: int, fill: float):
     return jnp.pad(v, ((0, 0), (0, time - t), (0, dim - d)), constant_values=fill)
 
 
-def _chain(prod, last, first, backwards: bool):
+def chain(prod, last, first, backwards: bool):
     """States entering each span, from the spans' (product, last state from 0) and the first state.
 
     Args:
@@ -221,7 +221,7 @@ def _entering(mode, inputs, first, spans, *, reverse, backwards, interpret):
     zero = jnp.zeros((batch * spans, dim), jnp.float32)
     last, prod = _call(mode, cut, [zero, zero + 1], (), reverse=reverse, interpret=interpret)
     shape = (batch, spans, dim)
-    return _chain(prod.reshape(shape), last.reshape(shape), first, backwards).reshape(-1, dim)
+    return chain(prod.reshape(shape), last.reshape(shape), first, backwards).reshape(-1, dim)
 
 
 def aggregate(a, x, *, reverse=False, chunk=None, interpret=False):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import export
 
 # Rounding of the output type; the carry is float32 whatever the type.
@@ -60,3 +61,13 @@ def races_found() -> bool:
     state = interpret_pallas_call.races
     assert state is not None, "no kernel has run under race detection"
     return state.races_found
+
+
+def gpu_interpreter():
+    """Parameters of the Mosaic GPU interpreter (private in JAX 0.10, public in 0.11)."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if hasattr(plgpu, "InterpretGPUParams"):
+        return plgpu.InterpretGPUParams()
+    params = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params")
+    return params.InterpretGPUParams()

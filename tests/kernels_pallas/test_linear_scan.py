@@ -18,16 +18,6 @@ from tests.reference import kernels as reference
 slow = pytest.mark.slow
 
 
-def gpu_interpreter():
-    """Parameters of the Mosaic GPU interpreter (private in JAX 0.10, public in 0.11)."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    if hasattr(plgpu, "InterpretGPUParams"):
-        return plgpu.InterpretGPUParams()
-    params = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params")
-    return params.InterpretGPUParams()
-
-
 def inputs(shape, dtype=jnp.float32, decay=(0.0, 1.0)):
     batch, _, dim = shape
     a = checks.uniform(0, *decay, *shape, dtype=dtype)
@@ -154,7 +144,7 @@ def test_wrong_order_is_caught(monkeypatch):
 )
 def test_gpu_matches_float64(shape, chunk, reverse):
     """Odd sizes, more tiles than stages' worth of time, and time cut into spans."""
-    run_and_check(shape, jnp.float32, reverse, "gpu", gpu_interpreter(), chunk)
+    run_and_check(shape, jnp.float32, reverse, "gpu", checks.gpu_interpreter(), chunk)
 
 
 @slow
@@ -164,7 +154,7 @@ def test_gpu_matches_float64(shape, chunk, reverse):
     ("shape", "chunk"), [((1, 33, 3), None), ((2, 200, 8), None), ((1, 256, 130), 64)]
 )
 def test_gpu_grid_of_shapes(shape, chunk, reverse, dtype):
-    run_and_check(shape, dtype, reverse, "gpu", gpu_interpreter(), chunk)
+    run_and_check(shape, dtype, reverse, "gpu", checks.gpu_interpreter(), chunk)
 
 
 def test_gpu_spans_only_where_the_chip_is_not_full():
