@@ -1,11 +1,15 @@
 import itertools
 
+import jax
 import numpy as np
 import pytest
 
+import fpr
+from experiments import config as configs
 from experiments.data import make_sudoku4
 from experiments.errors import UserError
-from experiments.tasks import build, puzzle_files, streams, sudoku
+from experiments.evaluate import Evaluator
+from experiments.tasks import build, options, puzzle_files, streams, sudoku
 from experiments.tasks.sudoku import Sudoku
 
 
@@ -265,3 +269,29 @@ def test_bad_options(change, message):
 def test_other_lengths_are_refused():
     with pytest.raises(ValueError, match="have 81 cells, not 16"):
         Sudoku().eval_batch(16, 0, 1)
+
+
+def test_configs_have_the_papers_size_and_work():
+    path = "experiments/configs/sudoku.py"
+    model = configs.load(f"{path}:fprm")["model"]
+    shapes = jax.eval_shape(lambda: fpr.init(model, jax.random.key(0)))
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == 6_833_666
+    for variant in ("cpu4", "cpu9"):
+        assert isinstance(configs.validate(configs.load(f"{path}:{variant}")), Sudoku)
+    with pytest.raises(UserError, match="unknown variant 'cpu16'"):
+        configs.load(f"{path}:cpu16")
+
+
+def test_evaluation_adds_the_rules_verdict(make_run):
+    task = options("sudoku") | {"path": "sudoku4"}
+    run = make_run(
+        task=task, model__vocab_size=6, model__seq_len=16, model__causal=False, train__steps=1,
+        eval__lengths=(16,), eval__max_examples=10_000, eval__batch_size=250,
+    )  # fmt: skip
+    result = Evaluator(run)(fpr.init(run.config["model"], jax.random.key(0)))[16]
+    assert result["examples"] == 471
+    assert result["puzzle_accuracy"] == result["sequence_accuracy"]
+    assert result["cell_accuracy"] == pytest.approx(result["token_accuracy"])
+    assert 0 <= result["valid_solution"] <= 1
+    assert sum(b["examples"] for b in result["by_empties"]) == 471
+    assert run.task.identity("eval")["file"] == "sudoku4.csv.gz"
