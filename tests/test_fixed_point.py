@@ -48,8 +48,8 @@ def take(tree, index):
 
 def pick(solution, index):
     """The solution of some samples, without the state."""
-    value, steps, residual, converged, state = solution
-    return Solution(*take((value, steps, residual, converged), index), state)
+    names = ("value", "steps", "residual", "converged")
+    return solution._replace(**{name: take(getattr(solution, name), index) for name in names})
 
 
 def assert_same(a, b, *, exact):
