@@ -30,6 +30,20 @@ def carry_type(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
+def _manual_axes(x: Array) -> frozenset[str]:
+    """The mesh axes of an enclosing shard_map over which x differs; JAX renamed the attribute."""
+    aval = jax.typeof(x)
+    axes = getattr(aval, "vma", None) or getattr(getattr(aval, "mat", None), "varying", None)
+    return frozenset(axes or ())
+
+
+def same_manual_axes(*args: Array) -> tuple[Array, ...]:
+    """The arrays, all marked as different over the same shard_map axes: loops insist on it."""
+    axes = frozenset[str]().union(*map(_manual_axes, args))
+    missing = [tuple(sorted(axes - _manual_axes(x))) for x in args]
+    return tuple(lax.pcast(x, m, to="varying") if m else x for x, m in zip(args, missing))
+
+
 def dispatch(
     backend: str,
     sequential: Callable[..., Any],
@@ -59,7 +73,9 @@ def dispatch(
             cuda=functools.partial(pallas, platform="gpu"),
         )
     kernels = {}
-    if pallas is not None:
+    # Inside shard_map a kernel would have to declare how its results differ over the mesh axes;
+    # those of kernels_pallas do not.
+    if pallas is not None and not any(map(_manual_axes, args)):
         from kernels_pallas import supports_mosaic_gpu
 
         kernels["tpu"] = functools.partial(pallas, platform="tpu")

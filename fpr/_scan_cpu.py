@@ -321,7 +321,7 @@ def selective_scan_grad(
             lam, da = _put(lam, lam_b[None], b, 0), _put(da, da_b[None], b, 0)
             return du, ddt, db, dc, da, lam, states, decays
 
-        buffer = jnp.zeros((size, *a.shape), wide)
+        buffer = jnp.broadcast_to(jnp.zeros_like(a), (size, *a.shape))
         return _loop(0, batch, sample, (du, ddt, db, dc, da, lam, buffer, buffer))[:6]
 
     def run(i, carry):

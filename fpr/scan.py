@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fpr import _scan_cpu
-from fpr._dispatch import KERNEL_TYPES, carry_type, check_backend, dispatch
+from fpr._dispatch import KERNEL_TYPES, carry_type, check_backend, dispatch, same_manual_axes
 
 Array = jax.Array
 
@@ -170,13 +170,12 @@ def linear_scan(
     if 0 in state:
         return x.astype(dtype), h0.astype(dtype)
     flat = (batch, time, -1)
-    h, last = _linear(
-        reverse,
-        backend,
+    args = same_manual_axes(
         jnp.broadcast_to(a, x.shape).astype(dtype).reshape(flat),
         x.astype(dtype).reshape(flat),
         h0.astype(carry_type(dtype)).reshape(batch, -1),
     )
+    h, last = _linear(reverse, backend, *args)
     return h.reshape(x.shape), last.reshape(state).astype(dtype)
 
 
@@ -410,8 +409,9 @@ def selective_scan(
     if 0 in h0.shape:
         y, last = jnp.zeros_like(u), h0
     else:
-        a = A.astype(wide).T
-        y, last = _selective(backend, u, delta, a, B, C, h0.swapaxes(1, 2))
+        state = h0.swapaxes(1, 2)
+        args = same_manual_axes(u, delta, A.astype(wide).T, B, C, state)
+        y, last = _selective(backend, *args)
         last = last.swapaxes(1, 2)
     if D is not None or z is not None:
         y = y.astype(wide)
