@@ -256,6 +256,12 @@ def _check_model(config: Mapping[str, Any], task: tasks.Task) -> None:
                 f"model.vocab_size is {vocab}, but the task {config['task']['name']!r} has "
                 f"{task.vocab_size} token ids, padding included"
             )
+        rows, ids = model.get("num_puzzles", 0), getattr(task, "num_puzzles", 0)
+        if rows and rows < ids:  # JAX would silently read the last row instead.
+            raise UserError(
+                f"model.num_puzzles is {rows}, but the task {config['task']['name']!r} has {ids} "
+                "puzzle ids"
+            )
         batch_size = config["train"]["batch_size"]
         shapes = None
         for train, length in [

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from experiments.errors import UserError, unknown
+from experiments.tasks.arc import Arc
 from experiments.tasks.maze import Maze
 from experiments.tasks.sudoku import Sudoku
 from experiments.tasks.word_problem import WordProblem
@@ -59,7 +60,12 @@ class Scored(Protocol):
         """
 
 
-TASKS: dict[str, type] = {"maze": Maze, "sudoku": Sudoku, "word_problem": WordProblem}
+TASKS: dict[str, type] = {
+    "arc": Arc,
+    "maze": Maze,
+    "sudoku": Sudoku,
+    "word_problem": WordProblem,
+}
 
 
 def options(name: str) -> dict[str, Any]:
