@@ -90,6 +90,37 @@ def plot_steps(results: ByLength, train_length: int, path: Path, title: str) -> 
     return _save(figure, path)
 
 
+def plot_difficulty(
+    buckets: Sequence[Mapping[str, Any]], name: str, path: Path, title: str
+) -> Path:
+    """Accuracies and solver steps against a measure of difficulty.
+
+    Args:
+      buckets: from `puzzle_files.buckets`, at least one.
+      name: the measure, such as "empties".
+      path: file to write.
+      title: of the figure.
+    """
+    figure, accuracy = _axes(title, name.replace("_", " "), "accuracy")
+    # A bucket sits at the middle of the values in it; its number of examples is written above.
+    at = [(b["from"] + b["to"]) / 2 for b in buckets]
+    for metric, marker in (("puzzle_accuracy", "o"), ("valid_solution", "x")):
+        if metric in buckets[0]:
+            values = [b[metric] for b in buckets]
+            accuracy.plot(at, values, marker=marker, label=metric.replace("_", " "))
+    for x, b in zip(at, buckets):
+        accuracy.annotate(str(b["examples"]), (x, 1.02), fontsize=6, ha="center")
+    accuracy.set_ylim(-0.03, 1.08)
+    steps = accuracy.twinx()
+    values = [b["solver_steps_mean"] for b in buckets]
+    steps.plot(at, values, color="tab:red", marker="s", label="solver steps, mean")
+    steps.set(ylabel="solver steps", ylim=(0, None))
+    steps.spines[["top"]].set_visible(False)
+    handles = [*accuracy.get_legend_handles_labels()[0], *steps.get_legend_handles_labels()[0]]
+    accuracy.legend(handles=handles, fontsize="small", loc="lower center")
+    return _save(figure, path)
+
+
 def plot_residuals(traces: Mapping[int, Mapping[str, Any]], tolerance: float, path: Path) -> Path:
     """Residual against iteration, median and quartiles over samples, one line per length."""
     figure, axes = _axes("Convergence of the solver", "iteration", "residual")

@@ -7,6 +7,7 @@ import pytest
 
 import fpr
 from experiments import config as configs
+from experiments import report
 from experiments.data import make_maze
 from experiments.errors import UserError
 from experiments.tasks import build, maze, puzzle_files
@@ -162,7 +163,7 @@ def test_ties_are_broken_in_a_fixed_order():
     assert maze.shortest_path(distance, (0, 2)) == ([(0, 2), (0, 1), (0, 0)], 1)
 
 
-def test_score():
+def test_score(tmp_path):
     task = Maze(side=3, eval_puzzles=4)
     batch = task.eval_batch(9, 0, 4)
     predictions = batch["labels"].copy()
@@ -170,7 +171,10 @@ def test_score():
     found = task.score({"predictions": predictions, "steps": np.arange(4)})
     assert found["puzzle_accuracy"] == found["valid_solution"] == 0.75
     assert found["cell_accuracy"] == 35 / 36
-    assert sum(b["examples"] for b in found["by_path_length"]) == 4
+    buckets = found["by_path_length"]
+    assert sum(b["examples"] for b in buckets) == 4
+    figure = report.plot_difficulty(buckets, "path_length", tmp_path / "a.png", "title")
+    assert figure.stat().st_size > 1000
 
 
 def test_files_made_and_read(tmp_path, monkeypatch, capsys):
