@@ -23,18 +23,18 @@ def duration(seconds: float) -> str:
 
 def line(record: Mapping[str, Any], total: int, eval_share: float, time_left: float) -> str:
     """The progress line of one metrics record."""
-    parts = [f"step {record['step']}/{total}", f"loss {record['loss']:.4f}"]
+    parts = [
+        f"step {record['step']}/{total}",
+        f"left {duration(time_left)}",
+        f"loss {record['loss']:.4f}",
+    ]
     if record.get("sequence_accuracy") is not None:
         parts += [
             f"sequence accuracy {record['sequence_accuracy']:.3f}",
             f"solver steps {record['solver_steps_mean']:.1f}",
             f"converged {record['converged']:.0%}",
         ]
-    parts += [
-        f"{record['steps_per_second']:.2f} steps/s",
-        f"evaluation {eval_share:.0%} of the time",
-        f"left {duration(time_left)}",
-    ]
+    parts += [f"{record['steps_per_second']:.1f} steps/s", f"evaluation {eval_share:.0%} of time"]
     return " · ".join(parts)
 
 
@@ -64,7 +64,7 @@ class Progress:
     def update(self, text: str, last: bool = False) -> None:
         """Shows the progress line; without a terminal, at most one every few seconds."""
         if self._live is not None:
-            self._live.update(Text(text, overflow="ellipsis", no_wrap=True))
+            self._live.update(Text(text))
             return
         now = time.monotonic()
         if last or now - self._last >= PLAIN_INTERVAL:

@@ -116,7 +116,10 @@ def residual_traces(run: Run, params: Any, results: Results) -> dict[int, dict[s
         static_argnums=2,
     )
     count = min(TRACED_EXAMPLES, run.config["eval"]["max_examples"])
-    traces = {}
+    traces: dict[int, dict[str, list[float]]] = {}
+    example = pad_batch(run.task.eval_batch(next(iter(results)), 0, 1), 1)
+    if not jax.eval_shape(functools.partial(registry.apply, model), params, example).state:
+        return traces
     for length, result in results.items():
         batch = pad_batch(run.task.eval_batch(length, 0, count), TRACED_EXAMPLES)
         steps = min(MAX_TRACED_STEPS, 20 * (2 + int(result["solver_steps_max"]) // 20))
@@ -138,6 +141,13 @@ def _draw(
         report.plot_accuracy(results, length, path / "accuracy.png", title),
         report.plot_steps(results, length, path / "solver_steps.png", title),
     ]
+    for result in results.values():
+        for name, buckets in result.items():
+            if name.startswith("by_"):  # from the task's `score`
+                measure = name.removeprefix("by_")
+                figures.append(
+                    report.plot_difficulty(buckets, measure, path / f"{name}.png", title)
+                )
     if traces:
         tolerance = run.config["model"]["solver"]["eval"]["tolerance"]
         figures.append(report.plot_residuals(traces, tolerance, path / "residual.png"))

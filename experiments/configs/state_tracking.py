@@ -91,7 +91,7 @@ def _small() -> ConfigDict:
                 "seq_len": 16,
                 "hidden_size": 64,
                 "num_heads": 4,
-                "num_layers": 2,
+                "num_layers": 1,
                 "causal": True,
                 "rope": False,
                 "conv": "conv1d",

@@ -61,7 +61,7 @@ def test_progress_line():
     text = line(record, 100, 0.1, 40)
     for part in (
         "step 20/100", "loss 1.5000", "sequence accuracy 0.250", "solver steps 12.3",
-        "converged 50%", "2.00 steps/s", "evaluation 10% of the time", "left 40s",
+        "converged 50%", "2.0 steps/s", "evaluation 10% of time", "left 40s",
     ):  # fmt: skip
         assert part in text
     assert "accuracy" not in line(record | {"sequence_accuracy": None}, 100, 0.1, 40)

@@ -9,12 +9,13 @@ import pytest
 
 import fpr
 from experiments import checkpoint, steps
+from experiments import config as configs
 from experiments import train as training
 from experiments.errors import UserError
 from experiments.report import read_metrics
 from experiments.result import evaluate_checkpoint
 from experiments.train import Diverged, Interrupted, train
-from tests.experiments.conftest import new_run
+from tests.experiments.conftest import TINY, new_run
 
 
 def weights(path):
@@ -225,3 +226,15 @@ def test_every_truncated_file_of_a_checkpoint_is_noticed(tmp_path):
             assert "cannot be read" in said[0]
         else:  # The file was not needed.
             np.testing.assert_array_equal(restored[1]["a"], state["a"])
+
+
+def test_a_model_without_a_loop_trains_too(make_run):
+    run = make_run(train__steps=2)
+    model = {"name": "lstm", "vocab_size": 7, "seq_len": 4, "hidden_size": 8}
+    run.config = configs.complete(TINY | {"model": model, "train": {"steps": 2}})
+    configs.validate(run.config)
+    result = train(run)
+    assert result["solver_steps_max"] == {4: 1, 6: 1}
+    assert result["residual_by_iteration"] == {}
+    with pytest.raises(UserError, match="'carry' needs a model with a loop"):
+        configs.validate(configs.complete(run.config | {"train": {"regime": "carry"}}))
