@@ -105,7 +105,9 @@ class Stack(base.Model):
     def setup(self) -> None:
         c = self.config
         dtype = base.dtype_of(c.dtype)
-        init = nn.initializers.normal(0.02)
+        # Each block normalises its input, so a small embedding would only move fast under Adam:
+        # S3 at length 16 was 0.91 right after 1500 steps with a deviation of 1, 0.24 with 0.02.
+        init = nn.initializers.normal(1.0)
         self.embedding = nn.Embed(c.vocab_size, c.hidden_size, embedding_init=init)
         self.layers = [self.block(c, dtype, name=f"layer_{i}") for i in range(c.num_layers)]
         self.final_norm = layers.RMSNorm(c.norm_eps)
