@@ -6,12 +6,14 @@ Private to the scans. Nothing here looks at devices while tracing, so cross-lowe
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 
 Array = jax.Array
 
@@ -44,41 +46,69 @@ def same_manual_axes(*args: Array) -> tuple[Array, ...]:
     return tuple(lax.pcast(x, m, to="varying") if m else x for x, m in zip(args, missing))
 
 
+# A kernel as one opaque operation that is traced when a program is lowered for its platform. A
+# branch of platform_dependent is traced whatever the platform, and tracing a kernel takes seconds.
+_kernel_p = Primitive("fpr_kernel")
+_kernel_p.multiple_results = True
+
+
+@_kernel_p.def_abstract_eval
+def _kernel_shapes(*_args, fn, outs):
+    return [jax.core.ShapedArray(o.shape, o.dtype) for o in outs]
+
+
+def _kernel_batched(args, dims, *, fn, outs):
+    size = next(x.shape[d] for x, d in zip(args, dims) if d is not None)
+    stacked = tuple(jax.ShapeDtypeStruct((size, *o.shape), o.dtype) for o in outs)
+    return _kernel_p.bind(*args, fn=jax.vmap(fn, tuple(dims)), outs=stacked), [0] * len(outs)
+
+
+batching.primitive_batchers[_kernel_p] = _kernel_batched
+_lower = mlir.lower_fun(lambda *args, fn, outs: fn(*args), multiple_results=True)
+for _platform in ("tpu", "cuda"):
+    mlir.register_lowering(_kernel_p, _lower, platform=_platform)
+
+
+def _kernel(fn: Callable[..., Any], outs: Sequence[Any], platform: str) -> Callable[..., Any]:
+    """fn for a platform, to be traced at lowering; its results look like `outs`."""
+    shapes = tuple(jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outs)
+    fn = functools.partial(fn, platform=platform)
+    return lambda *args: tuple(_kernel_p.bind(*args, fn=fn, outs=shapes))
+
+
 def dispatch(
     backend: str,
     sequential: Callable[..., Any],
     xla: Callable[..., Any],
-    pallas: Callable[..., Any] | None,
+    pallas: Callable[..., Any],
+    outs: Sequence[Any],
     *args: Array,
 ) -> Any:
     """Runs the form that `backend` names; "auto" is decided by platform at lowering.
 
     Args:
       sequential, xla: the two forms that run anywhere.
-      pallas: platform -> form, or None where no kernel takes these arguments.
+      pallas: the form that takes platform="tpu" or "gpu".
+      outs: what every form returns, as arrays of the same shapes and types.
     """
     if backend == "sequential":
         return sequential(*args)
     if backend == "xla":
         return xla(*args)
+    tpu, cuda = (_kernel(pallas, outs, platform) for platform in ("tpu", "gpu"))
+    typed = args[0].dtype.name in KERNEL_TYPES
     if backend == "pallas":
-        if pallas is None:
+        if not typed:
             raise ValueError(
                 f"backend='pallas' takes {', '.join(KERNEL_TYPES)}, not {args[0].dtype}; "
                 "use backend='auto', 'xla' or 'sequential'"
             )
-        return lax.platform_dependent(
-            *args,
-            tpu=functools.partial(pallas, platform="tpu"),
-            cuda=functools.partial(pallas, platform="gpu"),
-        )
+        return lax.platform_dependent(*args, tpu=tpu, cuda=cuda)
     kernels = {}
-    # Inside shard_map a kernel would have to declare how its results differ over the mesh axes;
-    # those of kernels_pallas do not.
-    if pallas is not None and not any(map(_manual_axes, args)):
+    # Inside shard_map a kernel would have to declare how its results differ over the mesh axes, and
+    # under x64 its indices would need their types spelled out; those of kernels_pallas do neither.
+    if typed and not any(map(_manual_axes, args)) and not jax.config.read("jax_enable_x64"):
         from kernels_pallas import supports_mosaic_gpu
 
-        kernels["tpu"] = functools.partial(pallas, platform="tpu")
-        if supports_mosaic_gpu():
-            kernels["cuda"] = functools.partial(pallas, platform="gpu")
+        kernels = {"tpu": tpu, "cuda": cuda} if supports_mosaic_gpu() else {"tpu": tpu}
     return lax.platform_dependent(*args, cpu=sequential, default=xla, **kernels)

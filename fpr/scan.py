@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fpr import _scan_cpu
-from fpr._dispatch import KERNEL_TYPES, carry_type, check_backend, dispatch, same_manual_axes
+from fpr._dispatch import carry_type, check_backend, dispatch, same_manual_axes
 
 Array = jax.Array
 
@@ -60,7 +60,8 @@ def _scan_linear(reverse: bool, backend: str, a: Array, x: Array, h0: Array) -> 
         backend,
         loop if x.shape[1] > 1 else xla,
         xla,
-        pallas if x.dtype.name in KERNEL_TYPES else None,
+        pallas,
+        (x, h0),
         a, x, h0,
     )  # fmt: skip
 
@@ -110,7 +111,8 @@ def _linear_grad(reverse, backend, a, h, h0, dh, dlast):
         backend,
         loop if h.shape[1] > 1 else xla,
         xla,
-        pallas if h.dtype.name in KERNEL_TYPES else None,
+        pallas,
+        (a, h, h0),
         a, h, h0, dh, dlast,
     )  # fmt: skip
 
@@ -250,18 +252,18 @@ def _selective_xla_grad(u, dt, a, b_in, c_out, kept, dy, dlast):
 def _selective_forms(backend: str, keep: bool, u: Array, *rest: Array) -> tuple[Array, ...]:
     """y, the last state and, if `keep`, the states before each block, by the form of `backend`."""
 
-    def pallas(u, dt, a, b_in, c_out, h0, *, platform):
-        y, last = _pallas_selective(platform, u, dt, a, b_in, c_out, h0)
-        if not keep:
-            return y, last
-        blocks = _scan_cpu.selective_length(u.shape[1], _CHUNK)[1]
-        kept = jnp.zeros((u.shape[0], blocks, *h0.shape[1:]), h0.dtype)
-        return y, last, kept.at[:, 0].set(h0)
+    h0 = rest[-1]
+    blocks = _scan_cpu.selective_length(u.shape[1], _CHUNK)[1]
+    kept = jax.ShapeDtypeStruct((u.shape[0], blocks, *h0.shape[1:]), h0.dtype)
+
+    def pallas(*args, platform):
+        y, last = _pallas_selective(platform, *args)
+        return (y, last, jnp.zeros_like(kept).at[:, 0].set(args[-1])) if keep else (y, last)
 
     xla = functools.partial(_selective_xla, keep=keep)
     loop = functools.partial(_scan_cpu.selective_scan, chunk=_CHUNK, keep=keep)
-    kernel = pallas if u.dtype.name in KERNEL_TYPES else None
-    return dispatch(backend, loop if u.shape[1] > 1 else xla, xla, kernel, u, *rest)
+    outs = (u, h0, kept) if keep else (u, h0)
+    return dispatch(backend, loop if u.shape[1] > 1 else xla, xla, pallas, outs, u, *rest)
 
 
 def _pallas_selective(platform, u, dt, a, b_in, c_out, h0):
@@ -318,10 +320,10 @@ def _selective_grad(backend, u, dt, a, b_in, c_out, kept, dy, dlast):
         run = functools.partial(_pallas_selective, platform)
         return jax.vjp(run, u, dt, a, b_in, c_out, kept[:, 0])[1]((dy, dlast))
 
-    kernel = pallas if u.dtype.name in KERNEL_TYPES else None
     sequential = loop if u.shape[1] > 1 else _selective_xla_grad
+    outs = (u, dt, a, b_in, c_out, dlast)
     args = (u, dt, a, b_in, c_out, kept, dy, dlast)
-    return dispatch(backend, sequential, _selective_xla_grad, kernel, *args)
+    return dispatch(backend, sequential, _selective_xla_grad, pallas, outs, *args)
 
 
 def _selective_grad_fwd(backend, *args):

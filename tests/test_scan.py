@@ -279,7 +279,12 @@ def test_lowers_for_accelerators(platform):
     """The automatic choice is made at lowering, so a CPU can lower for others."""
     shape = jax.ShapeDtypeStruct((2, 64, 128), jnp.float32)
     grad = jax.grad(lambda a, x: linear_scan(a, x)[0].sum(), (0, 1))
-    jax.export.export(jax.jit(grad), platforms=[platform])(shape, shape)
+    program = jax.export.export(jax.jit(grad), platforms=[platform])(shape, shape)
+    kernel = "tpu_custom_call" if platform == "tpu" else "mosaic_gpu"
+    assert kernel in program.mlir_module()
+    stacked = jax.ShapeDtypeStruct((3, 2, 64, 128), jnp.float32)
+    over = jax.jit(jax.vmap(grad, (0, None)))
+    assert kernel in jax.export.export(over, platforms=[platform])(stacked, shape).mlir_module()
     n = jax.ShapeDtypeStruct((2, 64, 16), jnp.float32)
     a = jax.ShapeDtypeStruct((128, 16), jnp.float32)
     grad = jax.grad(lambda *v: selective_scan(*v)[0].sum(), (0, 1, 2, 3, 4))
