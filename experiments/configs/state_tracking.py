@@ -6,7 +6,10 @@ Variants:
   fprm_a5_paper, fprm_s5_paper: the paper's sizes and recipe on A5 and S5 (6,882,306 and 6,943,746
     parameters): train length 32, test length 128, batch 1024, 97,656 steps in bfloat16. Needs an
     accelerator; not run here. Paper, 320-layer budget: 98.1 ± 2.2 (A5), 98.8 ± 0.9 (S5).
-  fprm_s3_small: the same training on S3 with a small model, for a CPU.
+  fprm_s3_small: the same training on S3 with a small model (66,946 parameters), train length 16.
+    Measured on two CPU cores shared with other jobs, one seed, 9 minutes (about 5.5 CPU minutes):
+    sequence accuracy 1.000 at length 16, 0.992 at 32, 0.982 at 48, all solves converged, with a
+    median of 12, 19 and 27 solver steps.
 """
 
 from ml_collections import ConfigDict
