@@ -48,7 +48,7 @@ def cases() -> Iterator[Case]:
                 f = functools.partial(kp.linear_scan, reverse=reverse, platform="tpu")
                 label = f"linear_scan {b}x{t}x{d} {kind}{' reverse' if reverse else ''}"
                 yield label, jax.grad(_loss(f), (0, 1, 2)), args
-        for b, t, d, n in ((2, 1, 1, 1), (2, 300, 200, 4), (8, 4096, 2048, 16)):
+        for b, t, d, n in ((2, 1, 1, 1), (2, 300, 200, 4), (8, 4096, 2048, 16), (1, 512, 512, 64)):
             btd, btn = (b, t, d), (b, t, n)
             args = _shapes(btd, btd, (d, n), btn, btn, (d,), btd, (b, d, n), dtype=dtype)
             f = functools.partial(kp.selective_scan, platform="tpu")

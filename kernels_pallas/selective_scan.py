@@ -10,9 +10,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas import common, selective_scan_tpu
+from kernels_pallas import common, selective_scan_gpu, selective_scan_tpu
 
-_FAMILY = {"tpu": selective_scan_tpu}
+_FAMILY = {"tpu": selective_scan_tpu, "gpu": selective_scan_gpu}
 PLATFORMS = tuple(_FAMILY)
 
 
@@ -44,7 +44,7 @@ def selective_scan(u, delta, A, B, C, D=None, z=None, h0=None, *, platform, inte
       D: (D,) skip weights, or None for none.
       z: (B, T, D) gate, or None for none.
       h0: (B, D, N) state before the first step, or None for zero.
-      platform: "tpu". Never read from the devices at hand.
+      platform: "tpu" or "gpu". Never read from the devices at hand.
       interpret: True, or interpreter parameters of the platform, to run on CPU.
 
     Returns:
@@ -72,5 +72,19 @@ def selective_scan(u, delta, A, B, C, D=None, z=None, h0=None, *, platform, inte
     h0 = jnp.zeros((batch, dim, n), f32) if h0 is None else h0.astype(f32)
     if 0 in u.shape:
         return jnp.zeros_like(u), h0
-    y, last = _scan(u, delta, A.astype(f32).T, B, C, d, z, h0.swapaxes(1, 2), platform, interpret)
-    return y, last.swapaxes(1, 2)
+    rates, h0 = A.astype(f32).T, h0.swapaxes(1, 2)
+    most = _FAMILY[platform].MAX_N
+    if n <= most:
+        y, last = _scan(u, delta, rates, B, C, d, z, h0, platform, interpret)
+        return y, last.swapaxes(1, 2)
+    # States do not meet before the sum over them: a group at a time, skip and gate at the end.
+    total, lasts, none = d * u.astype(f32), [], jnp.zeros_like(d)
+    for k in range(0, n, most):
+        at = slice(k, k + most)
+        y, last = _scan(
+            u.astype(f32), delta, rates[at], B[..., at], C[..., at], none, None, h0[:, at],
+            platform, interpret,
+        )  # fmt: skip
+        total, lasts = total + y, [*lasts, last]
+    y = total if z is None else total * jax.nn.silu(z.astype(f32))
+    return y.astype(u.dtype), jnp.concatenate(lasts, axis=1).swapaxes(1, 2)

@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas import common
 
+MAX_N = 64  # states per channel: the gradient keeps a chunk of them in VMEM
 CHUNK = common.LANES  # time steps per block: B and C arrive with time in the lanes
 
 

@@ -48,8 +48,8 @@ def plain(u, delta, A, B, C, D=None, z=None, h0=None):
     return (y if z is None else y * jax.nn.silu(z.astype(jnp.float32))), last
 
 
-def check(args, interpret, tolerance):
-    run = functools.partial(selective_scan, platform="tpu", interpret=interpret)
+def check(args, interpret, tolerance, platform="tpu"):
+    run = functools.partial(selective_scan, platform=platform, interpret=interpret)
     out, vjp = jax.vjp(lambda a: run(**a), args)
     want = reference.selective_scan(*(args.get(k) for k in NAMES))
     checks.assert_close(out, want, tolerance)
@@ -101,6 +101,37 @@ def test_tpu_order_and_races_forward():
 def test_tpu_order_and_races_with_gradient():
     check(inputs((2, 130, 3, 2)), SIMULATED, 5e-6)
     assert not checks.races_found()
+
+
+def test_more_states_than_one_kernel_call_takes():
+    args = inputs((1, 5, 2, 66))
+    got = selective_scan(**args, platform="tpu", interpret=True)
+    checks.assert_close(got, reference.selective_scan(*(args[k] for k in NAMES)), 5e-6)
+
+
+def test_gpu_matches_float64():
+    args = inputs((1, 3, 2, 2))
+    got = selective_scan(**args, platform="gpu", interpret=checks.gpu_interpreter())
+    checks.assert_close(got, reference.selective_scan(*(args[k] for k in NAMES)), 3e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(1, 3, 2, 2), (1, 34, 2, 12), (1, 18, 130, 20)])
+def test_gpu_gradient(shape):
+    """One tile and two, one column of channels and two, every padded number of states."""
+    check(inputs(shape), checks.gpu_interpreter(), 1e-5, platform="gpu")
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_lowers_for_gpu(gradient):
+    """Also finds shared memory that would not fit; most states take most of it."""
+    btd, btn = checks.struct(8, 4096, 2048, dtype=jnp.bfloat16), checks.struct(8, 4096, 32)
+    shapes = (btd, btd, checks.struct(2048, 32), btn, btn)
+    run = functools.partial(selective_scan, platform="gpu")
+    loss = lambda *a: run(*a)[0].astype(jnp.float32).sum()  # noqa: E731
+    text = checks.lower(jax.grad(loss, tuple(range(5))) if gradient else run, "cuda", *shapes)
+    assert checks.kernel_calls(text) == 1 + gradient
+    assert "tensor<8x4096x2048x32x" not in text
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
