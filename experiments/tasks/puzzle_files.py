@@ -11,18 +11,22 @@ import dataclasses
 import gzip
 import hashlib
 import io
+import itertools
+import math
 import os
+import sys
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 COLUMNS = ("source", "question", "answer", "rating")
 ON_ERROR = ("stop", "skip")
+CHUNK = 50_000
 DATA_DIR = Path(__file__).parent.parent / "data"
 
 # (questions, answers), both (N, L) character codes -> {reason: (N,) bool, True where it is broken};
@@ -37,6 +41,7 @@ class Problem:
     file: str
     line: int
     reason: str
+    early: bool = False  # before its grids were looked at
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.reason}"
@@ -125,100 +130,111 @@ def read(path: Path, check_length: Callable[[int], str], check: Check, on_error:
         `on_error` is "stop"; the message has file, line and reason of the first and the count.
     """
     check_on_error(on_error)
-    content = _content(path)
-    table, problems = _rows(path, content)
-    lengths = Counter(len(question) for _, question, _, _, _ in table)
-    # The length most rows agree on; a broken first row must not make all others look wrong.
-    length = lengths.most_common(1)[0][0] if lengths else 0
-    if lengths and (wrong := check_length(length)):
-        raise ValueError(f"{path}:{table[0][0]}: {wrong}")
-    rows = []
-    for row in table:
-        line, question, answer = row[:3]
-        for name, text in (("question", question), ("answer", answer)):
-            if len(text) != length:
-                reason = f"{name} has {len(text)} characters, expected {length}"
-                problems.append(Problem(str(path), line, reason))
-                break
-            if not text.isascii():
-                reason = f"{name} has the bad character {_first_odd(text)!r}"
-                problems.append(Problem(str(path), line, reason))
-                break
-        else:
-            rows.append(row)
-    grids = [
-        _matrix((row[1] for row in rows), length),
-        _matrix((row[2] for row in rows), length),
-    ]
-    good = np.ones(len(rows), bool)
-    for reason, broken in check(*grids).items():
-        for i in np.flatnonzero(broken & good):
-            problems.append(Problem(str(path), rows[i][0], reason))
-        good &= ~broken
-    _report(path, problems, len(problems) + int(good.sum()), on_error)
-    kept = np.flatnonzero(good)
+    problems: list[Problem] = []
+    parts: list[tuple[np.ndarray, np.ndarray, list[_Row]]] = []
+    length, total = 0, 0
+    rows = _rows(path, problems)
+    # In chunks: millions of rows as Python objects would not fit into memory.
+    while chunk := list(itertools.islice(rows, CHUNK)):
+        total += len(chunk)
+        if not length:
+            # What most rows agree on; a broken first row must not make all others look wrong.
+            length = Counter(len(row.question) for row in chunk).most_common(1)[0][0]
+            if wrong := check_length(length):
+                raise ValueError(f"{path}:{chunk[0].line}: {wrong}")
+        parts.append(_good(path, chunk, length, check, problems))
+    _report(path, problems, total + sum(p.early for p in problems), on_error)
+    kept = [row for part in parts for row in part[2]]
     return Puzzles(
         name=path.name,
-        sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
-        question=grids[0][kept],
-        answer=grids[1][kept],
-        rating=np.array([rows[i][3] for i in kept], np.float64),
-        source=[rows[i][4] for i in kept],
+        sha256=_sha256(path),
+        question=np.concatenate([part[0] for part in parts]),
+        answer=np.concatenate([part[1] for part in parts]),
+        rating=np.array([row.rating for row in kept], np.float64),
+        source=[row.source for row in kept],
         problems=problems,
     )
 
 
-def _content(path: Path) -> str:
+class _Row(NamedTuple):
+    line: int
+    question: str
+    answer: str
+    rating: float
+    source: str
+
+
+def _rows(path: Path, problems: list[Problem]) -> Iterator[_Row]:
+    """The rows with four columns and a number at the end; the others become problems."""
+    reader = None
     try:
-        raw = path.read_bytes()
-        if path.suffix == ".gz":
-            raw = gzip.decompress(raw)
-        return raw.decode("utf-8-sig")
+        opened: Any = gzip.open if path.suffix == ".gz" else open
+        with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file)
+            header = tuple(name.strip() for name in next(reader, ()))
+            if header != COLUMNS:
+                raise ValueError(
+                    f"{path}:1: the header must be {','.join(COLUMNS)}, got "
+                    f"{','.join(header)[:80] or 'an empty file'}"
+                )
+            for row in reader:
+                reason = _wrong_row(row)
+                if reason:
+                    problems.append(Problem(str(path), reader.line_num, reason, early=True))
+                elif row:
+                    source, question, answer, rating = row
+                    yield _Row(reader.line_num, question, answer, float(rating), sys.intern(source))
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-
-
-def _rows(path: Path, content: str) -> tuple[list[tuple[int, str, str, float, str]], list[Problem]]:
-    """(line, question, answer, rating, source) of the rows with four columns; the other rows."""
-    reader = csv.reader(io.StringIO(content, newline=""))
-    rows, problems = [], []
-    try:
-        header = tuple(name.strip() for name in next(reader, ()))
-        if header != COLUMNS:
-            raise ValueError(
-                f"{path}:1: the header must be {','.join(COLUMNS)}, got "
-                f"{','.join(header)[:80] or 'an empty file'}"
-            )
-        for row in reader:
-            line = reader.line_num
-            if not row:
-                continue
-            if len(row) != len(COLUMNS):
-                reason = f"{len(row)} columns, expected {len(COLUMNS)}"
-                problems.append(Problem(str(path), line, reason))
-                continue
-            source, question, answer, rating = row
-            try:
-                value = float(rating)
-            except ValueError:
-                value = float("nan")
-            if not np.isfinite(value):
-                reason = f"rating {rating[:20]!r} is not a number"
-                problems.append(Problem(str(path), line, reason))
-                continue
-            rows.append((line, question, answer, value, source))
     except csv.Error as error:
-        raise ValueError(f"{path}:{reader.line_num}: {error}") from error
-    return rows, problems
+        raise ValueError(f"{path}:{reader.line_num if reader else 1}: {error}") from error
 
 
-def _first_odd(text: str) -> str:
-    return next(c for c in text if not c.isascii())
+def _wrong_row(row: list[str]) -> str:
+    """What is wrong with the columns, "" if nothing is; an empty line is no row at all."""
+    if not row:
+        return ""
+    if len(row) != len(COLUMNS):
+        return f"{len(row)} columns, expected {len(COLUMNS)}"
+    try:
+        finite = math.isfinite(float(row[3]))
+    except ValueError:
+        finite = False
+    return "" if finite else f"rating {row[3][:20]!r} is not a number"
 
 
-def _matrix(texts: Iterable[str], length: int) -> np.ndarray:
-    """(N, length) character codes."""
-    return codes("".join(texts)).reshape(-1, max(length, 1))
+def _good(
+    path: Path, chunk: list[_Row], length: int, check: Check, problems: list[Problem]
+) -> tuple[np.ndarray, np.ndarray, list[_Row]]:
+    """Questions and answers (N, length) of the good rows, and the rows without their grids."""
+    whole = []
+    for row in chunk:
+        for name, text in (("question", row.question), ("answer", row.answer)):
+            if len(text) != length:
+                reason = f"{name} has {len(text)} characters, expected {length}"
+            elif not text.isascii():
+                odd = next(c for c in text if not c.isascii())
+                reason = f"{name} has the bad character {odd!r}"
+            else:
+                continue
+            problems.append(Problem(str(path), row.line, reason))
+            break
+        else:
+            whole.append(row)
+    question = codes("".join(row.question for row in whole)).reshape(-1, length)
+    answer = codes("".join(row.answer for row in whole)).reshape(-1, length)
+    good = np.ones(len(whole), bool)
+    for reason, broken in check(question, answer).items():
+        for i in np.flatnonzero(broken & good):
+            problems.append(Problem(str(path), whole[i].line, reason))
+        good &= ~broken
+    kept = [whole[i]._replace(question="", answer="") for i in np.flatnonzero(good)]
+    return question[good], answer[good], kept
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _report(path: Path, problems: list[Problem], rows: int, on_error: str) -> None:

@@ -42,7 +42,7 @@ def valid(grids: np.ndarray) -> np.ndarray:
     box = round(grids.shape[1] ** 0.25)
     side = box * box
     inside = ((grids >= 1) & (grids <= side)).all(axis=1)
-    bits = np.int64(1) << np.clip(grids, 0, side).astype(np.int64)
+    bits = np.uint32(1) << np.clip(grids, 0, side).astype(np.uint32)
     full = (2 << side) - 2
     right = [np.bitwise_or.reduce(bits[:, unit], axis=1) == full for unit in units(box)]
     return inside & np.logical_and.reduce(right)
@@ -355,17 +355,17 @@ def _check_length(length: int) -> str:
 
 def _check(question: np.ndarray, answer: np.ndarray) -> dict[str, np.ndarray]:
     side = round(question.shape[1] ** 0.5)
-    digits = puzzle_files.codes(DIGITS[:side])
-    blanks = puzzle_files.codes(BLANKS)
-    given = np.isin(question, digits)
-    good = np.isin(answer, digits).all(axis=1)
-    digit = np.zeros(256, np.int64)
-    digit[digits] = np.arange(1, side + 1)
+    digit = np.zeros(256, np.uint8)
+    digit[puzzle_files.codes(DIGITS[:side])] = np.arange(1, side + 1)
+    blank = np.zeros(256, bool)
+    blank[puzzle_files.codes(BLANKS)] = True
+    asked, answered = digit[question], digit[answer]
+    digits = f"{DIGITS[0]}-{DIGITS[side - 1]}"
     return {
-        f"question has a character other than {DIGITS[0]}-{DIGITS[side - 1]}, '.' and 0": ~(
-            given | np.isin(question, blanks)
-        ).all(axis=1),
-        f"answer has a character other than {DIGITS[0]}-{DIGITS[side - 1]}": ~good,
-        "answer contradicts question": (given & (question != answer)).any(axis=1),
-        "answer is not a solution": ~valid(digit[answer]),
+        f"question has a character other than {digits}, '.' and 0": (
+            (asked == 0) & ~blank[question]
+        ).any(axis=1),
+        f"answer has a character other than {digits}": (answered == 0).any(axis=1),
+        "answer contradicts question": ((asked > 0) & (asked != answered)).any(axis=1),
+        "answer is not a solution": ~valid(answered),
     }
