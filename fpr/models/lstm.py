@@ -43,7 +43,8 @@ class LSTMLayer(PlainBlock):
         return u
 
     def step(self, x: jax.Array, z: Any) -> jax.Array:
-        return self.lstm(x)
+        h: Any = self.lstm(x)
+        return h
 
     def output(self, x: jax.Array, z: jax.Array) -> jax.Array:
         return self.out_proj(z)

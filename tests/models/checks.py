@@ -88,8 +88,14 @@ def check_sequence_model(config: Mapping[str, Any], params: Any) -> None:
         fpr.apply(config, params, {"tokens": jnp.zeros((2, 0), jnp.int32)})
 
 
-def stack_logits(params: Mapping[str, Any], blocks: Any, eps: float = 1e-5) -> np.ndarray:
-    """Logits of a `Stack` for TOKENS in float64; blocks[i] maps normed (T, D) to what it adds."""
+def stack_logits(
+    params: Mapping[str, Any], blocks: Any, eps: float = 1e-5, *, whole: bool = False
+) -> np.ndarray:
+    """Logits of a `Stack` for TOKENS in float64.
+
+    blocks[i] maps the normed stream (T, D) to what it adds; with `whole`, the normed stream and the
+    stream to the next stream.
+    """
 
     def norm(v: np.ndarray, scale: Any) -> np.ndarray:
         return v / np.sqrt(np.mean(v * v, -1, keepdims=True) + eps) * np.asarray(scale, np.float64)
@@ -98,7 +104,8 @@ def stack_logits(params: Mapping[str, Any], blocks: Any, eps: float = 1e-5) -> n
     for tokens in np.asarray(TOKENS):
         h = np.asarray(params["embedding"]["embedding"], np.float64)[tokens]
         for i, block in enumerate(blocks):
-            h = h + block(norm(h, params[f"layer_{i}"]["norm"]["scale"]))
+            normed = norm(h, params[f"layer_{i}"]["norm"]["scale"])
+            h = block(normed, h) if whole else h + block(normed)
         h = norm(h, params["final_norm"]["scale"])
         rows.append(h @ np.asarray(params["lm_head"]["kernel"], np.float64))
     return np.stack(rows)
