@@ -131,7 +131,7 @@ def read(path: Path, check_length: Callable[[int], str], check: Check, on_error:
     """
     check_on_error(on_error)
     problems: list[Problem] = []
-    parts: list[tuple[np.ndarray, np.ndarray, list[_Row]]] = []
+    parts: list[tuple[np.ndarray, np.ndarray, list[tuple[float, str]]]] = []
     length, total = 0, 0
     rows = _rows(path, problems)
     # In chunks: millions of rows as Python objects would not fit into memory.
@@ -150,8 +150,8 @@ def read(path: Path, check_length: Callable[[int], str], check: Check, on_error:
         sha256=_sha256(path),
         question=np.concatenate([part[0] for part in parts]),
         answer=np.concatenate([part[1] for part in parts]),
-        rating=np.array([row.rating for row in kept], np.float64),
-        source=[row.source for row in kept],
+        rating=np.array([rating for rating, _ in kept], np.float64),
+        source=[source for _, source in kept],
         problems=problems,
     )
 
@@ -205,8 +205,8 @@ def _wrong_row(row: list[str]) -> str:
 
 def _good(
     path: Path, chunk: list[_Row], length: int, check: Check, problems: list[Problem]
-) -> tuple[np.ndarray, np.ndarray, list[_Row]]:
-    """Questions and answers (N, length) of the good rows, and the rows without their grids."""
+) -> tuple[np.ndarray, np.ndarray, list[tuple[float, str]]]:
+    """Questions and answers (N, length), ratings and sources of the good rows."""
     whole = []
     for row in chunk:
         for name, text in (("question", row.question), ("answer", row.answer)):
@@ -228,7 +228,7 @@ def _good(
         for i in np.flatnonzero(broken & good):
             problems.append(Problem(str(path), whole[i].line, reason))
         good &= ~broken
-    kept = [whole[i]._replace(question="", answer="") for i in np.flatnonzero(good)]
+    kept = [(whole[i].rating, whole[i].source) for i in np.flatnonzero(good)]
     return question[good], answer[good], kept
 
 
