@@ -78,13 +78,15 @@ def selective_scan(u, delta, A, B, C, D=None, z=None, h0=None, *, platform, inte
         y, last = _scan(u, delta, rates, B, C, d, z, h0, platform, interpret)
         return y, last.swapaxes(1, 2)
     # States do not meet before the sum over them: a group at a time, skip and gate at the end.
-    total, lasts, none = d * u.astype(f32), [], jnp.zeros_like(d)
+    total, none = d * u.astype(f32), jnp.zeros_like(d)
+    lasts: list[jax.Array] = []
     for k in range(0, n, most):
         at = slice(k, k + most)
         y, last = _scan(
             u.astype(f32), delta, rates[at], B[..., at], C[..., at], none, None, h0[:, at],
             platform, interpret,
         )  # fmt: skip
-        total, lasts = total + y, [*lasts, last]
+        total = total + y
+        lasts.append(last)
     y = total if z is None else total * jax.nn.silu(z.astype(f32))
     return y.astype(u.dtype), jnp.concatenate(lasts, axis=1).swapaxes(1, 2)

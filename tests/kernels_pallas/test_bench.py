@@ -31,6 +31,7 @@ def test_wrong_results_are_reported_and_not_timed(monkeypatch):
     assert bench.main(["--device=cpu", "--interpret", "--only=linear_scan"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["gpu", "tpu"])
 def test_every_case_builds_for_its_device(device):
     """Traces and lowers what will run there, at full size."""

@@ -38,7 +38,6 @@ def fused(*args, **options):
         ((1, 1, 1), 1, "householder", 2.0),
         ((2, 21, 12), 2, "householder", 2.0),
         ((2, 21, 12), 3, "dplr", 1.0),
-        ((1, 32, 200), 1, "dplr", 2.0),
     ],
 )
 def test_one_iteration_matches_float64(shape, rank, mixer, scale):
@@ -58,7 +57,7 @@ def test_bfloat16():
     checks.assert_close(residual, want_residual, 1e-4)
 
 
-@pytest.mark.parametrize("chunk", [8, 16, 24])
+@pytest.mark.parametrize("chunk", [8, pytest.param(24, marks=pytest.mark.slow)])
 def test_reaches_the_fixed_point_of_the_dense_recurrence(chunk):
     """Contractive mixer (scale 1): iterating, whatever the chunk, ends at the exact solution."""
     _, bx, decay, units, alpha = inputs((2, 21, 6), 2)
@@ -75,8 +74,8 @@ def test_reaches_the_fixed_point_of_the_dense_recurrence(chunk):
 
 
 def test_gradient_is_that_of_the_plain_form():
-    args = inputs((1, 12, 5), 2)
-    ct = checks.normal(9, 1, 12, 5)
+    args = inputs((1, 6, 5), 2)
+    ct = checks.normal(9, 1, 6, 5)
 
     def plain(h, bx, decay, units, alpha):
         v = bx - h
@@ -84,13 +83,14 @@ def test_gradient_is_that_of_the_plain_form():
             u = units[:, :, i]
             v = v - 2.0 * alpha[:, :, i : i + 1] * (u * v).sum(-1, keepdims=True) * u
         x, state, out = (1 - decay) * (v + h), jnp.zeros((1, 5)), []
-        for t in range(12):
+        for t in range(6):
             state = decay[:, t] * state + x[:, t]
             out.append(state)
         return (jnp.stack(out, 1) * ct).sum()
 
-    got = jax.grad(lambda *a: (fused(*a)[0] * ct).sum(), tuple(range(5)))(*args)
-    checks.assert_close(got, jax.grad(plain, tuple(range(5)))(*args), 1e-5)
+    every = tuple(range(5))
+    got = jax.jit(jax.grad(lambda *a: (fused(*a)[0] * ct).sum(), every))(*args)
+    checks.assert_close(got, jax.jit(jax.grad(plain, every))(*args), 1e-5)
 
 
 def test_order_and_races():
@@ -102,7 +102,7 @@ def test_order_and_races():
 
 
 @pytest.mark.parametrize(
-    ("shape", "chunk", "mixer"), [((1, 6, 5), 3, "householder"), ((2, 3, 300), None, "dplr")]
+    ("shape", "chunk", "mixer"), [((1, 4, 5), 2, "householder"), ((2, 2, 300), None, "dplr")]
 )
 def test_gpu_matches_float64(shape, chunk, mixer):
     """Time in two spans; more than one register piece of channels."""

@@ -17,7 +17,7 @@ from tests.kernels_pallas import checks
 from tests.reference import kernels as reference
 
 
-@pytest.mark.parametrize("direction", ["forward", "reverse"])
+@pytest.mark.parametrize("direction", [pytest.param("forward", marks=pytest.mark.slow), "reverse"])
 def test_four_shards_match_one_sequence(direction):
     env = {
         **os.environ,
