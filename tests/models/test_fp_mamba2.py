@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +22,7 @@ MODEL = {
     "head_dim": 2,
     "mixer_scale": 1,
     "mixer_arg": "symmetric",
-    "solver": {"preset": "fp_mamba", "train": {"max_steps": 8}},
+    "solver": {"preset": "fp_mamba", "train": {"stop_fraction": 1.0, "max_steps": 200}},
 }
 
 
@@ -82,15 +80,14 @@ def test_initial_rates() -> None:
 def test_apply_and_gradient() -> None:
     params = fpr.init(MODEL, jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (3, T), 1, 5)
-    out = jax.jit(functools.partial(fpr.apply, MODEL))(params, {"tokens": tokens})
-    assert out.logits.shape == (3, T, 5)
-    assert bool(out.converged.all())
 
     def loss(params):
-        logits = fpr.apply(MODEL, params, {"tokens": tokens}, train=True).logits
-        return -jnp.mean(jax.nn.log_softmax(logits)[..., 1])
+        out = fpr.apply(MODEL, params, {"tokens": tokens}, train=True)
+        return -jnp.mean(jax.nn.log_softmax(out.logits)[..., 1]), out
 
-    grads = jax.jit(jax.grad(loss))(params)
+    grads, out = jax.jit(jax.grad(loss, has_aux=True))(params)
+    assert out.logits.shape == (3, T, 5)
+    assert bool(out.converged.all())
     for path, grad in jax.tree_util.tree_leaves_with_path(grads):
         assert bool(jnp.any(grad != 0)), jax.tree_util.keystr(path)
         assert bool(jnp.all(jnp.isfinite(grad))), jax.tree_util.keystr(path)
