@@ -83,6 +83,7 @@ def dispatch(
     pallas: Callable[..., Any],
     outs: Sequence[Any],
     *args: Array,
+    platforms: Sequence[str] = ("tpu", "cuda"),
 ) -> Any:
     """Runs the form that `backend` names; "auto" is decided by platform at lowering.
 
@@ -90,12 +91,14 @@ def dispatch(
       sequential, xla: the two forms that run anywhere.
       pallas: the form that takes platform="tpu" or "gpu".
       outs: what every form returns, as arrays of the same shapes and types.
+      platforms: where there is a kernel.
     """
     if backend == "sequential":
         return sequential(*args)
     if backend == "xla":
         return xla(*args)
-    tpu, cuda = (_kernel(pallas, outs, platform) for platform in ("tpu", "gpu"))
+    named = {"tpu": "tpu", "cuda": "gpu"}
+    kernels = {name: _kernel(pallas, outs, named[name]) for name in platforms}
     typed = args[0].dtype.name in KERNEL_TYPES
     if backend == "pallas":
         if not typed:
@@ -103,12 +106,72 @@ def dispatch(
                 f"backend='pallas' takes {', '.join(KERNEL_TYPES)}, not {args[0].dtype}; "
                 "use backend='auto', 'xla' or 'sequential'"
             )
-        return lax.platform_dependent(*args, tpu=tpu, cuda=cuda)
-    kernels = {}
+        return lax.platform_dependent(*args, **kernels)
     # Inside shard_map a kernel would have to declare how its results differ over the mesh axes, and
     # under x64 its indices would need their types spelled out; those of kernels_pallas do neither.
-    if typed and not any(map(_manual_axes, args)) and not jax.config.read("jax_enable_x64"):
+    if not typed or any(map(_manual_axes, args)) or jax.config.read("jax_enable_x64"):
+        kernels = {}
+    if "cuda" in kernels:
         from kernels_pallas import supports_mosaic_gpu
 
-        kernels = {"tpu": tpu, "cuda": cuda} if supports_mosaic_gpu() else {"tpu": tpu}
+        if not supports_mosaic_gpu():
+            del kernels["cuda"]
     return lax.platform_dependent(*args, cpu=sequential, default=xla, **kernels)
+
+
+def recomputing(
+    sequential: Callable[..., Any],
+    xla: Callable[..., Any],
+    pallas: Callable[..., Any],
+    platforms: Sequence[str],
+    outs: Callable[..., Sequence[Any]],
+) -> Callable[..., Any]:
+    """op(backend, *args), jitted: `dispatch` over the forms of one function; "auto" on CPU is xla.
+
+    Differentiable to any order. The gradient keeps the arguments alone and runs the form again
+    before its own gradient; higher derivatives go through `xla`.
+
+    Args:
+      sequential, xla, pallas, platforms: as in `dispatch`; every form returns the same tuple.
+      outs: what the forms return, as arrays of the same shapes and types, from the arguments.
+    """
+
+    def pull(form, args, cotangents):
+        return jax.vjp(form, *args)[1](cotangents)
+
+    def forms(backend, like, wrap, *args):
+        def kernel(*args, platform):
+            return wrap(functools.partial(pallas, platform=platform))(*args)
+
+        batched = wrap(xla)
+        loop = wrap(sequential) if backend == "sequential" else batched
+        return dispatch(backend, loop, batched, kernel, like, *args, platforms=platforms)
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def op(backend, *args):
+        return forms(backend, outs(*args), lambda form: form, *args)
+
+    def op_fwd(backend, *args):
+        return op(backend, *args), args
+
+    def op_bwd(backend, args, cotangents):
+        return grad(backend, args, cotangents)
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def grad(backend, args, cotangents):
+        count = len(args)
+
+        def wrap(form):
+            return lambda *both: pull(form, both[:count], both[count:])
+
+        return forms(backend, args, wrap, *args, *cotangents)
+
+    def grad_fwd(backend, args, cotangents):
+        return grad(backend, args, cotangents), (args, cotangents)
+
+    def grad_bwd(backend, saved, cotangents):
+        return jax.vjp(functools.partial(pull, xla), *saved)[1](cotangents)
+
+    op.defvjp(op_fwd, op_bwd)
+    grad.defvjp(grad_fwd, grad_bwd)
+    return jax.jit(op, static_argnums=0)
