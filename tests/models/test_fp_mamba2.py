@@ -22,7 +22,7 @@ MODEL = {
     "head_dim": 2,
     "mixer_scale": 1,
     "mixer_arg": "symmetric",
-    "solver": {"preset": "fp_mamba", "train": {"stop_fraction": 1.0, "max_steps": 200}},
+    "solver": {"preset": "fp_mamba", "train": {"stop_fraction": 1.0, "max_steps": 400}},
 }
 
 
