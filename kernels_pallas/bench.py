@@ -102,6 +102,26 @@ def _fused_float64(h, bx, decay, units, alpha, scale):
     return _linear_float64(decay, (1 - decay) * (v + h))
 
 
+def _ssd_float64(x, log_decay, b, c):
+    """One head: x (1, T, P), log_decay (1, T), b and c (1, T, N)."""
+    x, log_decay, b, c = (np.asarray(v, np.float64)[0] for v in (x, log_decay, b, c))
+    state, y = np.zeros((x.shape[1], b.shape[1])), np.zeros_like(x)
+    for t in range(len(x)):
+        state = np.exp(log_decay[t]) * state + np.outer(x[t], b[t])
+        y[t] = state @ c[t]
+    return y[None]
+
+
+def _delta_float64(q, k, v, beta):
+    """One head: q and k (1, T, K), v (1, T, V), beta (1, T)."""
+    q, k, v, beta = (np.asarray(x, np.float64)[0] for x in (q, k, v, beta))
+    state, y = np.zeros((k.shape[1], v.shape[1])), np.zeros_like(v)
+    for t in range(len(v)):
+        state = state + beta[t] * np.outer(k[t], v[t] - k[t] @ state)
+        y[t] = q[t] @ state
+    return y[None]
+
+
 # --- the cases ------------------------------------------------------------------------------------
 
 
@@ -216,6 +236,49 @@ def _fused_case(shape, rank, dtype, options) -> Case:
     return Case(name, shape, jnp.dtype(dtype).name, run, None, make, moved, check)
 
 
+def _ssd_case(shape, dtype, options) -> Case:
+    batch, time_, heads, p, n = shape
+    size = jnp.dtype(dtype).itemsize
+    moved = 2 * batch * time_ * (heads * p + n) * size + 4 * batch * time_ * heads
+
+    def make(seed):
+        normal, uniform = _random(seed, dtype)
+        btn = (batch, time_, 1, n)
+        decay = -0.1 * uniform(batch, time_, heads).astype(jnp.float32)
+        return normal(batch, time_, heads, p), decay, normal(*btn) / n**0.5, normal(*btn)
+
+    def check(args, y):
+        x, decay, b, c = (np.asarray(v.astype(jnp.float32)[:1]) for v in args)
+        want = _ssd_float64(x[:, :, 0], decay[:, :, 0], b[:, :, 0], c[:, :, 0])
+        return relative_error(y.astype(jnp.float32)[:1, :, 0], want)
+
+    def run(*args):
+        return kp.ssd(*args, **options)[0]
+
+    return Case("ssd", shape, jnp.dtype(dtype).name, run, None, make, moved, check)
+
+
+def _delta_case(shape, dtype, options) -> Case:
+    batch, time_, heads, size = shape
+    moved = 4 * batch * time_ * heads * size * jnp.dtype(dtype).itemsize
+
+    def make(seed):
+        normal, uniform = _random(seed, dtype)
+        wide = (*shape[:3], size)
+        k = normal(*wide).astype(jnp.float32)
+        k = (k / jnp.linalg.norm(k, axis=-1, keepdims=True)).astype(dtype)
+        return normal(*wide), k, normal(*wide), uniform(*shape[:3])
+
+    def check(args, y):
+        q, k, v, beta = (np.asarray(x.astype(jnp.float32)[:1, :, 0]) for x in args)
+        return relative_error(y.astype(jnp.float32)[:1, :, 0], _delta_float64(q, k, v, beta))
+
+    def run(*args):
+        return kp.delta_rule(*args, **options)[0]
+
+    return Case("delta_rule", shape, jnp.dtype(dtype).name, run, None, make, moved, check)
+
+
 def cases(device: str, interpret: bool) -> list[Case]:
     """All kernels that the device has, at the sizes of the speed targets (tiny if interpreted)."""
     if interpret:
@@ -224,16 +287,19 @@ def cases(device: str, interpret: bool) -> list[Case]:
             *_linear_cases((1, 20, 5), jnp.float32, options),
             _selective_case((1, 9, 4, 2), jnp.float32, options),
             _fused_case((1, 20, 6), 1, jnp.float32, options),
+            _ssd_case((1, 20, 1, 3, 2), jnp.float32, options),
+            _delta_case((1, 20, 1, 3), jnp.float32, options),
         ]
     options = {"platform": device}
     found = []
     for shape in ((8, 4096, 2048), (8, 4096, 256)):
         for dtype in (jnp.bfloat16, jnp.float32):
             found += _linear_cases(shape, dtype, options)
-    if device in kp.SELECTIVE_SCAN_PLATFORMS:
-        found.append(_selective_case((8, 4096, 2048, 16), jnp.bfloat16, options))
-    if device in kp.FUSED_FIXED_POINT_PLATFORMS:
-        found.append(_fused_case((8, 4096, 1024), 1, jnp.bfloat16, options))
+    found.append(_selective_case((8, 4096, 2048, 16), jnp.bfloat16, options))
+    found.append(_fused_case((8, 4096, 1024), 1, jnp.bfloat16, options))
+    if device == "tpu":  # matrix units only there: the GPU uses the XLA forms
+        found.append(_ssd_case((8, 4096, 32, 64, 128), jnp.bfloat16, options))
+        found.append(_delta_case((8, 4096, 16, 128), jnp.bfloat16, options))
     return found
 
 

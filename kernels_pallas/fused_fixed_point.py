@@ -16,7 +16,6 @@ from kernels_pallas.linear_scan import linear_scan
 
 MIXERS = ("householder", "dplr")
 _FAMILY = {"tpu": fused_fixed_point_tpu, "gpu": fused_fixed_point_gpu}
-PLATFORMS = tuple(_FAMILY)
 
 
 def _plain(h, bx, decay, units, alpha, mixer, scale, platform, interpret):
@@ -77,8 +76,7 @@ def fused_fixed_point(
     Raises:
       ValueError: shapes that do not match, an unknown mixer, types or platforms without a kernel.
     """
-    if platform not in PLATFORMS:
-        raise ValueError(f"platform={platform!r}; fused_fixed_point has kernels for {PLATFORMS}")
+    common.check_platform(platform)
     if mixer not in MIXERS:
         raise ValueError(f"mixer={mixer!r}; the fused iteration takes {MIXERS}")
     shape, rank = h.shape, alpha.shape[-1]

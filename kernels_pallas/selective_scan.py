@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from kernels_pallas import common, selective_scan_gpu, selective_scan_tpu
 
 _FAMILY = {"tpu": selective_scan_tpu, "gpu": selective_scan_gpu}
-PLATFORMS = tuple(_FAMILY)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(8, 9))
@@ -53,8 +52,7 @@ def selective_scan(u, delta, A, B, C, D=None, z=None, h0=None, *, platform, inte
     Raises:
       ValueError: shapes that do not match, types or platforms without a kernel.
     """
-    if platform not in PLATFORMS:
-        raise ValueError(f"platform={platform!r}; selective_scan has kernels for {PLATFORMS}")
+    common.check_platform(platform)
     for name, v in (("u", u), ("delta", delta), ("B", B), ("C", C)):
         common.check_float(name, v)
     batch, time, dim = u.shape

@@ -204,6 +204,15 @@ def test_vmap(scan):
     checks.assert_close(g, want[0].reshape(g.shape), 1e-6)
 
 
+@slow
+def test_vmap_on_gpu():
+    a, x = checks.uniform(0, 0, 1, 2, 1, 8, 5), checks.normal(1, 2, 1, 8, 5)
+    run = functools.partial(linear_scan, platform="gpu", interpret=checks.gpu_interpreter())
+    h, _ = jax.vmap(run)(a, x)
+    want, _ = reference.linear_scan(a[:, 0], x[:, 0])
+    checks.assert_close(h[:, 0], want, 1e-6)
+
+
 def test_vmap_lowers_for_gpu():
     one = checks.struct(3, 2, 64, 128)
     text = checks.lower(jax.vmap(lambda a, x: linear_scan(a, x, platform="gpu")), "cuda", one, one)
