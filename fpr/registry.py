@@ -20,7 +20,21 @@ import numpy as np
 
 from fpr.adjoints import Adjoint, OneStep
 from fpr.fixed_point import Trace
-from fpr.models import base, fp_mamba, fp_rnn, fprm, hrm, lstm, mamba, transformer, trm, xlstm
+from fpr.models import (
+    base,
+    deltanet,
+    fp_mamba,
+    fp_mamba2,
+    fp_rnn,
+    fprm,
+    hrm,
+    lstm,
+    mamba,
+    mamba2,
+    transformer,
+    trm,
+    xlstm,
+)
 from fpr.models.base import Model, Output
 from fpr.solvers import Damped, SolverState
 
@@ -29,13 +43,16 @@ Config = Mapping[str, Any]
 
 # One line per model: name -> (module, options).
 MODELS: dict[str, tuple[type[Model], Any]] = {
+    "deltanet": (deltanet.DeltaNet, deltanet.DeltaNetConfig),
     "fprm": (fprm.FPRM, fprm.FPRMConfig),
     "fp_mamba": (fp_mamba.FPMamba, fp_mamba.FPMambaConfig),
+    "fp_mamba2": (fp_mamba2.FPMamba2, fp_mamba2.FPMamba2Config),
     "fp_rnn": (fp_rnn.FPRNN, fp_rnn.FPRNNConfig),
     "hrm": (hrm.HRM, hrm.HRMConfig),
     "looped_transformer": (fprm.FPRM, transformer.LoopedTransformerConfig),
     "lstm": (lstm.LSTM, lstm.LSTMConfig),
     "mamba": (mamba.Mamba, mamba.MambaConfig),
+    "mamba2": (mamba2.Mamba2, mamba2.Mamba2Config),
     "mlstm": (xlstm.MLSTM, xlstm.MLSTMConfig),
     "slstm": (xlstm.SLSTM, xlstm.SLSTMConfig),
     "transformer": (transformer.Transformer, transformer.TransformerConfig),

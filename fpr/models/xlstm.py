@@ -18,7 +18,7 @@ from fpr import layers
 from fpr.models.backbone import PlainBlock, Stack, StackConfig, wide
 
 PyTree = Any
-NEVER = -1e30  # Logarithm of a gate that is shut: finite, so that differences are not NaN.
+NEVER = -1e30  # Logarithm of a shut gate: finite, so that differences are not NaN.
 FORGET_BIAS = (3.0, 6.0)  # Forget gates start at sigmoid of 3 to 6, evenly spaced.
 
 
@@ -47,6 +47,20 @@ def segment_sums(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.tril(jnp.ones_like(later)), jnp.cumsum(terms, axis=-2), NEVER)
 
 
+def split(x: jax.Array, length: int, fill: float = 0.0) -> jax.Array:
+    """(B, T, H, ...) -> (chunks, B, H, length, ...), the last chunk filled up with `fill`."""
+    b, t = x.shape[:2]
+    pad = ((0, 0), (0, -t % length)) + ((0, 0),) * (x.ndim - 2)
+    x = jnp.pad(x, pad, constant_values=fill).reshape(b, -1, length, *x.shape[2:])
+    return jnp.moveaxis(x, (1, 3), (0, 2))
+
+
+def join(x: jax.Array, time: int) -> jax.Array:
+    """The inverse of `split`: (chunks, B, H, L, ...) -> (B, time, H, ...)."""
+    x = jnp.moveaxis(x, (0, 2), (1, 3))
+    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :time]
+
+
 def mlstm(
     q: jax.Array, k: jax.Array, v: jax.Array, i: jax.Array, f: jax.Array,
     state: Memory | None = None, *, chunk_size: int = 64,
@@ -73,15 +87,8 @@ def mlstm(
         zeros = jnp.zeros((b, heads, width, v.shape[-1]), q.dtype)
         state = Memory(zeros, zeros[..., 0], jnp.full((b, heads), NEVER, q.dtype))
     length = min(chunk_size, t)
-    extra = -t % length
 
-    def chunks(a: jax.Array, fill: float = 0.0) -> jax.Array:
-        """(B, T, H, ...) -> (chunks, B, H, L, ...); padded steps change no memory."""
-        a = jnp.pad(a, ((0, 0), (0, extra)) + ((0, 0),) * (a.ndim - 2), constant_values=fill)
-        a = a.reshape(b, -1, length, *a.shape[2:])
-        return jnp.moveaxis(a, (1, 3), (0, 2))
-
-    def chunk(state: Memory, inputs: tuple[jax.Array, ...]) -> tuple[Memory, jax.Array]:
+    def chunk(state: Any, inputs: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
         q, k, v, i, log_f = inputs
         inside = segment_sums(log_f) + i[..., None, :]  # (B, H, t, s)
         before = jnp.cumsum(log_f, axis=-1) + state.m[..., None]  # (B, H, t)
@@ -92,8 +99,8 @@ def mlstm(
         top = jnp.einsum("bhts,bhsv->bhtv", scores, v)
         top += old[..., None] * jnp.einsum("bhtk,bhkv->bhtv", q, state.c)
         bottom = scores.sum(axis=-1) + old * jnp.einsum("bhtk,bhk->bht", q, state.n)
-        # exp(-m) is the 1 of the unscaled equation. Clipped where it is below rounding or the output
-        # is 0 either way, so that the gradient's 1/bottom² stays finite.
+        # exp(-m) is the 1 of the unscaled equation. Clipped where it is below rounding or the
+        # output is 0 either way, so that the gradient's 1/bottom² stays finite.
         bottom = jnp.maximum(jnp.abs(bottom), jnp.exp(jnp.clip(-m, -30.0, 40.0)))
         keys = k * weight[..., -1, :, None]
         new = Memory(
@@ -103,10 +110,11 @@ def mlstm(
         )
         return new, top / bottom[..., None]
 
-    inputs = (*(chunks(a) for a in (q, k, v)), chunks(i, NEVER), chunks(log_f))
-    state, h = jax.lax.scan(chunk, state, inputs)
-    h = jnp.moveaxis(h, (0, 2), (1, 3)).reshape(b, -1, heads, v.shape[-1])
-    return h[:, :t], state
+    # Filled-up steps put nothing in (i) and forget nothing (log f = 0).
+    inputs = (*(split(a, length) for a in (q, k, v)), split(i, length, NEVER), split(log_f, length))
+    last: Memory
+    last, h = jax.lax.scan(chunk, state, inputs)
+    return join(h, t), last
 
 
 def slstm(gates: jax.Array, recurrent: jax.Array) -> jax.Array:
