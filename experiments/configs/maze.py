@@ -104,7 +104,7 @@ def _cpu() -> ConfigDict:
             },
             "task": {"name": "maze", "side": 7, "train_puzzles": 20_000, "eval_puzzles": 512},
             "train": {
-                "steps": 3000,
+                "steps": 2000,
                 "batch_size": 32,
                 "regime": "carry",
                 "window": 4,
@@ -120,7 +120,7 @@ def _cpu() -> ConfigDict:
                 "clip_norm": 1.0,
             },
             "ema": 0.99,
-            "eval": {"every": 1000, "lengths": (49,), "max_examples": 512, "batch_size": 128},
+            "eval": {"every": 500, "lengths": (49,), "max_examples": 512, "batch_size": 128},
             "checkpoint": {"every": 500, "keep": 2},
         }
     )

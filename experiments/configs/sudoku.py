@@ -9,7 +9,8 @@ Variants:
     bfloat16. Needs an accelerator; not run here. Paper: 94.2% of whole puzzles. The one shared row
     of puzzle embeddings is left out: it would hold the same vector for every puzzle.
   cpu4: 4×4, shipped data (4708 puzzles, all there are up to symmetry; a tenth is held out), for a
-    CPU.
+    CPU. Measured with steps=2000, seed 0, two busy cores: 96.2% of the 471 held-out puzzles solved
+    at step 500 (after 4 minutes), 100% at step 1000 (after 7).
   cpu9: 9×9, shipped data (6000 puzzles of qqwing, a tenth held out), for a CPU.
 """
 
@@ -114,7 +115,7 @@ def _cpu4() -> ConfigDict:
             ),
             "task": {"name": "sudoku", "path": "sudoku4", "split": "random"},
             "train": {
-                "steps": 2000,
+                "steps": 1200,
                 "batch_size": 64,
                 "regime": "carry",
                 "window": 4,
@@ -130,8 +131,8 @@ def _cpu4() -> ConfigDict:
                 "clip_norm": 1.0,
             },
             "ema": 0.99,
-            "eval": {"every": 500, "lengths": (16,), "max_examples": 471, "batch_size": 471},
-            "checkpoint": {"every": 500, "keep": 2},
+            "eval": {"every": 400, "lengths": (16,), "max_examples": 471, "batch_size": 471},
+            "checkpoint": {"every": 400, "keep": 2},
         }
     )
 
@@ -152,7 +153,7 @@ def _cpu9() -> ConfigDict:
             "task": {"name": "sudoku", "path": "sudoku9", "split": "random"},
             "train": {
                 "steps": 4000,
-                "batch_size": 32,
+                "batch_size": 16,
                 "regime": "carry",
                 "window": 4,
                 "max_windows": 18,
@@ -167,7 +168,7 @@ def _cpu9() -> ConfigDict:
                 "clip_norm": 1.0,
             },
             "ema": 0.995,
-            "eval": {"every": 2000, "lengths": (81,), "max_examples": 600, "batch_size": 100},
+            "eval": {"every": 1000, "lengths": (81,), "max_examples": 600, "batch_size": 100},
             "checkpoint": {"every": 500, "keep": 2},
         }
     )
