@@ -64,10 +64,18 @@ def races_found() -> bool:
 
 
 def gpu_interpreter():
-    """Parameters of the Mosaic GPU interpreter (private in JAX 0.10, public in 0.11)."""
+    """The Mosaic GPU interpreter with race detection (private in JAX 0.10, public in 0.11)."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     if hasattr(plgpu, "InterpretGPUParams"):
-        return plgpu.InterpretGPUParams()
+        return plgpu.InterpretGPUParams(detect_races=True)
     params = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params")
-    return params.InterpretGPUParams()
+    return params.InterpretGPUParams(detect_races=True)
+
+
+def gpu_races_found() -> bool:
+    """Whether the last run in the Mosaic GPU interpreter saw a copy race with a thread."""
+    # No public name in JAX 0.10 or 0.11.
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    return interpret_pallas_call.get_races().races_found

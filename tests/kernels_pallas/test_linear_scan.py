@@ -11,7 +11,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, PartitionSpec
 
-from kernels_pallas import common, linear_scan, linear_scan_bwd
+from kernels_pallas import common, linear_scan, linear_scan_bwd, linear_scan_gpu
 from tests.kernels_pallas import checks
 from tests.reference import kernels as reference
 
@@ -143,6 +143,19 @@ def test_wrong_order_is_caught(monkeypatch):
 def test_gpu_matches_float64(shape, chunk, reverse):
     """Ragged sizes and two columns of channels; time cut into spans."""
     run_and_check(shape, jnp.float32, reverse, "gpu", checks.gpu_interpreter(), chunk)
+    assert not checks.gpu_races_found()
+
+
+def test_gpu_reading_before_the_copy_arrives_is_caught(monkeypatch):
+    """Without its waits: right numbers in the interpreter, which copies at once, and a race."""
+    a, x, h0 = inputs((1, 60, 5))
+    run = functools.partial(linear_scan, a, x, h0, platform="gpu")
+    interpret = checks.gpu_interpreter()
+    run(interpret=interpret)
+    assert not checks.gpu_races_found()
+    monkeypatch.setattr(linear_scan_gpu.plgpu, "barrier_wait", lambda *_: None)
+    run(interpret=interpret)
+    assert checks.gpu_races_found()
 
 
 @slow
@@ -153,11 +166,10 @@ def test_gpu_matches_float64(shape, chunk, reverse):
 )
 def test_gpu_grid_of_shapes(shape, chunk, reverse, dtype):
     run_and_check(shape, dtype, reverse, "gpu", checks.gpu_interpreter(), chunk)
+    assert not checks.gpu_races_found()
 
 
 def test_gpu_spans_only_where_the_chip_is_not_full():
-    from kernels_pallas import linear_scan_gpu
-
     assert linear_scan_gpu._spans(8, 4096, 2048, None) == 1
     assert linear_scan_gpu._spans(8, 4096, 256, None) == 8
     assert linear_scan_gpu._spans(1, 64, 128, None) == 1
