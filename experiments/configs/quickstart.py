@@ -1,6 +1,12 @@
 """Quickstart: a small FPRM learns the word problem of S3 at length 16 and solves 32 and 48.
 
-python -m experiments.run --config=experiments/configs/quickstart.py --workdir=/tmp/quickstart
+    python -m experiments.run --config=experiments/configs/quickstart.py --workdir=runs/quickstart
+
+One block of width 64 (66,946 parameters), 1000 steps of 64 sequences. Measured on two CPU cores,
+seeds 0, 1 and 2: sequence accuracy 1.000 at 16, 32 and 48 for each, every solve converged, with a
+median of 20-21, 37-40 and 55-60 solver steps. It needs 164-193 seconds of CPU time, compilation
+included; on a machine that ran other jobs all the while (load 5 to 11) these were 7m13s, 4m58s and
+3m45s of wall-clock.
 """
 
 from ml_collections import ConfigDict
