@@ -287,10 +287,11 @@ def _check_model(config: Mapping[str, Any], task: tasks.Task) -> None:
             raise UserError(
                 f"train.regime 'carry' needs a model with a loop, not {model['name']!r}"
             )
-        if model["solver"]["train"]["halting"] != "sample":
+        halting = model["solver"]["train"]["halting"]
+        if halting == "batch":  # "never": TRM's fixed number of windows, train.max_windows.
             raise UserError(
                 "train.regime 'carry' refills slots one by one: model.solver.train.halting must be "
-                f"'sample', got {model['solver']['train']['halting']!r}"
+                f"'sample' or 'never', got {halting!r}"
             )
     if config["q_loss_weight"] and out.q_logits is None:
         raise UserError(f"q_loss_weight needs a model with a Q head; {model['name']!r} has none")

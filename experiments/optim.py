@@ -12,9 +12,10 @@ from experiments.errors import UserError, unknown
 
 SCHEDULES = ("constant", "cosine", "linear")
 
-# Residual-scale logits must not be pulled towards sigmoid(0) = 0.5 (spec 2 section 1); biases and
-# norm gains are left alone by convention.
-NOT_DECAYED = ("alpha", "bias", "norm")
+# Residual-scale logits must not be pulled towards sigmoid(0) = 0.5 (spec 2 section 1); biases, norm
+# gains and the state-space rates and skips (A_log, omega, D, skip) are left alone by convention;
+# TRM's starts are constants without a gradient, which decay would shrink to nothing.
+NOT_DECAYED = ("alpha", "bias", "norm", "a_log", "omega", "'d'", "skip", "start")
 
 
 def schedule(config: Mapping[str, Any], steps: int) -> optax.Schedule:

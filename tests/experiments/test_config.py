@@ -86,7 +86,7 @@ def test_values_that_cannot_work(change, message):
 def test_carry_needs_halting_by_sample():
     config = tiny(train__regime="carry")
     config["model"]["solver"]["train"]["halting"] = "batch"
-    with pytest.raises(UserError, match="must be 'sample', got 'batch'"):
+    with pytest.raises(UserError, match="must be 'sample' or 'never', got 'batch'"):
         configs.validate(config)
 
 

@@ -47,6 +47,12 @@ def test_decay_mask_spares_scales_biases_and_norms():
     }  # fmt: skip
 
 
+def test_decay_mask_spares_state_space_rates_and_constant_starts():
+    names = ("A_log", "D", "dt_bias", "omega", "skip", "start")
+    mask = optim.decay_mask({"layer_0": dict.fromkeys((*names, "in_proj", "recurrent"), 0)})
+    assert [name for name, decays in mask["layer_0"].items() if decays] == ["in_proj", "recurrent"]
+
+
 def step(gradient, **change):
     """The first update of two parameters, one of them not decayed."""
     optimizer = optim.make_optimizer(DEFAULTS | {"learning_rate": 0.1} | change, 10)

@@ -175,6 +175,7 @@ def test_sizes_of_the_paper():
     }  # fmt: skip
     blocks = 2 * (4 * 512**2 + 3 * 512 * 1536)
     assert count(sudoku) == blocks + 2 * 11 * 512 + 512 + 2 * 513 + 2 * 512 == 6_829_570
+    assert count(sudoku | {"mlp_t": True}) / 1e6 == pytest.approx(5.0, abs=0.05)  # TRM-MLP: 5M
     trm = fpr.build(sudoku).config
     assert trm.layers_per_step == 3 * 7 * 2
     levels = fpr.build(sudoku | {"num_levels": 6, "l_cycles": 1}).config
