@@ -40,7 +40,7 @@ def _shapes(*shapes, dtype):
 
 def cases() -> Iterator[Case]:
     """(name, function, argument shapes) for every kernel at small ragged and at working sizes."""
-    for dtype in (jnp.float32, jnp.bfloat16):
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
         kind = jnp.dtype(dtype).name
         for b, t, d in ((2, 1, 1), (9, 33, 600), (64, 128, 64), (8, 4096, 2048)):
             args = _shapes((b, t, d), (b, t, d), (b, d), dtype=dtype)

@@ -45,6 +45,15 @@ def check_platform(platform: str) -> None:
         raise ValueError(f"platform={platform!r}; kernels exist for {PLATFORMS}")
 
 
+def storable(platform: str, *arrays):
+    """The arrays, float16 widened to float32 for TPU: Mosaic has no loads of that type there."""
+    if platform != "tpu":
+        return arrays
+    return tuple(
+        v.astype(jnp.float32) if v is not None and v.dtype == jnp.float16 else v for v in arrays
+    )
+
+
 def row_tile(*dtypes) -> int:
     """Rows of time read at once: one full register tile of the narrowest type (8 f32, 16 bf16)."""
     return max(SUBLANES * 4 // jnp.dtype(d).itemsize for d in dtypes)

@@ -151,6 +151,9 @@ def delta_rule(q, k, v, beta, log_decay=None, h0=None, *, platform, interpret=Fa
         return jnp.zeros_like(v), first
     log_decay = jnp.zeros(bth, f32) if log_decay is None else log_decay
 
+    dtype = v.dtype
+    q, k, v = common.storable(platform, q, k, v)
+
     def row(x):
         return x.astype(f32).swapaxes(1, 2).reshape(-1, 1, time)
 
@@ -162,4 +165,4 @@ def delta_rule(q, k, v, beta, log_decay=None, h0=None, *, platform, interpret=Fa
         interpret,
     )  # fmt: skip
     y = y.reshape(batch, heads, time, width).swapaxes(1, 2)
-    return y, last.reshape(first.shape)
+    return y.astype(dtype), last.reshape(first.shape)

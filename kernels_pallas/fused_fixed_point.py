@@ -89,4 +89,6 @@ def fused_fixed_point(
         common.check_float(name, v)
         if v.shape != want:
             raise ValueError(f"{name} has shape {v.shape}, must be {want} for h {shape}")
-    return _fused(h, bx, decay, units, alpha, mixer, float(scale), platform, chunk, interpret)
+    arrays = common.storable(platform, h, bx, decay, units, alpha)
+    new, residual = _fused(*arrays, mixer, float(scale), platform, chunk, interpret)
+    return new.astype(h.dtype), residual

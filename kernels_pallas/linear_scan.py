@@ -66,12 +66,13 @@ def linear_scan(a, x, h0=None, *, reverse=False, platform, chunk=None, interpret
         raise ValueError(f"h0 has shape {h0.shape}, must be {(batch, *rest)} for x {x.shape}")
     if 0 in x.shape:
         return jnp.zeros_like(x), h0.astype(jnp.float32)
-    flat = (batch, time, -1)
+    flat, dtype = (batch, time, -1), x.dtype
+    a, x = common.storable(platform, a, x)
     h, last = _scan(
         a.reshape(flat), x.reshape(flat), h0.reshape(batch, -1).astype(jnp.float32),
         reverse, platform, chunk, interpret,
     )  # fmt: skip
-    return h.reshape(x.shape), last.reshape(h0.shape)
+    return h.reshape(x.shape).astype(dtype), last.reshape(h0.shape)
 
 
 def linear_scan_bwd(a, h, h0, dh, dlast, *, reverse=False, platform, chunk=None, interpret=False):
@@ -86,7 +87,10 @@ def linear_scan_bwd(a, h, h0, dh, dlast, *, reverse=False, platform, chunk=None,
       da in a's type, dx in dh's type, dh0 in float32.
     """
     common.check_platform(platform)
-    return _FAMILY[platform].backward(
+    types = a.dtype, dh.dtype
+    a, h, dh = common.storable(platform, a, h, dh)
+    da, dx, dh0 = _FAMILY[platform].backward(
         a, h, h0.astype(jnp.float32), dh, dlast.astype(jnp.float32),
         reverse=reverse, chunk=chunk, interpret=interpret,
     )  # fmt: skip
+    return da.astype(types[0]), dx.astype(types[1]), dh0

@@ -70,11 +70,12 @@ def selective_scan(u, delta, A, B, C, D=None, z=None, h0=None, *, platform, inte
     h0 = jnp.zeros((batch, dim, n), f32) if h0 is None else h0.astype(f32)
     if 0 in u.shape:
         return jnp.zeros_like(u), h0
-    rates, h0 = A.astype(f32).T, h0.swapaxes(1, 2)
+    rates, h0, dtype = A.astype(f32).T, h0.swapaxes(1, 2), u.dtype
+    u, delta, B, C, z = common.storable(platform, u, delta, B, C, z)
     most = _FAMILY[platform].MAX_N
     if n <= most:
         y, last = _scan(u, delta, rates, B, C, d, z, h0, platform, interpret)
-        return y, last.swapaxes(1, 2)
+        return y.astype(dtype), last.swapaxes(1, 2)
     # States do not meet before the sum over them: a group at a time, skip and gate at the end.
     total, none = d * u.astype(f32), jnp.zeros_like(d)
     lasts: list[jax.Array] = []
@@ -87,4 +88,4 @@ def selective_scan(u, delta, A, B, C, D=None, z=None, h0=None, *, platform, inte
         total = total + y
         lasts.append(last)
     y = total if z is None else total * jax.nn.silu(z.astype(f32))
-    return y.astype(u.dtype), jnp.concatenate(lasts, axis=1).swapaxes(1, 2)
+    return y.astype(dtype), jnp.concatenate(lasts, axis=1).swapaxes(1, 2)

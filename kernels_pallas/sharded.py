@@ -98,4 +98,7 @@ def sharded_linear_scan(
     h0 = jnp.zeros(first, jnp.float32) if h0 is None else h0
     if h0.shape != first:
         raise ValueError(f"h0 has shape {h0.shape}, must be {first} for x {x.shape}")
-    return _scan(a, x, h0.astype(jnp.float32), axis, reverse, platform, interpret)
+    dtype = x.dtype
+    a, x = common.storable(platform, a, x)
+    h, last = _scan(a, x, h0.astype(jnp.float32), axis, reverse, platform, interpret)
+    return h.astype(dtype), last

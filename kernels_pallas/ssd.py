@@ -97,6 +97,9 @@ def ssd(x, log_decay, B, C, h0=None, *, platform, interpret=False):
     if 0 in x.shape:
         return jnp.zeros_like(x), first.astype(jnp.float32)
 
+    dtype = x.dtype
+    x, B, C = common.storable(platform, x, B, C)
+
     def flat(v):  # (B, T, H, w) -> (B H, T, w)
         return v.swapaxes(1, 2).reshape(-1, time, v.shape[-1])
 
@@ -106,4 +109,4 @@ def ssd(x, log_decay, B, C, h0=None, *, platform, interpret=False):
         interpret,
     )  # fmt: skip
     y = y.reshape(batch, heads, time, p).swapaxes(1, 2)
-    return y, last.reshape(batch, heads, n, p).swapaxes(2, 3)
+    return y.astype(dtype), last.reshape(batch, heads, n, p).swapaxes(2, 3)

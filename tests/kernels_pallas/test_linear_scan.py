@@ -51,6 +51,7 @@ def run_and_check(shape, dtype, reverse, platform, interpret, chunk=None, decay=
         ((3, 21, 5), 16, True, jnp.bfloat16),
         ((2, 20, 600), 16, True, jnp.float32),  # more than a block of channels
         ((2, 32, 128), 16, False, jnp.bfloat16),  # whole blocks
+        ((1, 9, 3), None, False, jnp.float16),
     ],
 )
 def test_tpu_matches_float64(shape, chunk, reverse, dtype):
