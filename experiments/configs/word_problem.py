@@ -5,7 +5,10 @@
 Variants:
   fp_rnn_{a5,s5}_{householder,kronecker}: the paper's task and optimiser (batch 512, learning rate
     1e-4, 5 epochs of 16M sequences, width 512). Needs an accelerator; not run here.
-  fp_rnn_s3_small: one FP-RNN layer on S3 with the contractive Householder mixer, for a CPU.
+  fp_rnn_s3_small: one FP-RNN layer (128,386 parameters) on S3 with the contractive Householder
+    mixer, for a CPU. Measured on two CPU cores shared with other jobs, one seed, 5m26s: it
+    converges everywhere (12 and 20 median solver steps) but does not solve the task in 3000 steps:
+    token accuracy 0.677 at length 16 and 0.503 at 32, sequence accuracy 0.008 and 0.
 """
 
 from ml_collections import ConfigDict
