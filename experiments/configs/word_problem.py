@@ -1,4 +1,4 @@
-"""Word problems with FP-RNN: train length 16, tested beyond it (spec 1 section 6).
+"""Word problems with FP-RNN and FP-Mamba: train length 16, tested beyond it (spec 1 section 6).
 
     python -m experiments.run --config=experiments/configs/word_problem.py:VARIANT --workdir=DIR
 
@@ -9,6 +9,12 @@ Variants:
     mixer, for a CPU. Measured on two CPU cores shared with other jobs, one seed, 5m26s: it
     converges everywhere (12 and 20 median solver steps) but does not solve the task in 3000 steps:
     token accuracy 0.677 at length 16 and 0.503 at 32, sequence accuracy 0.008 and 0.
+  fp_mamba_s3_small: one FP-Mamba-1 layer (82,578 parameters) on S3, Householder r=1 with factor 2,
+    N=8, b, c and Q seeing shift(y). Measured on two CPU cores shared with other jobs, one seed,
+    3m30s: sequence accuracy 1.000 at 16 and at 32, all solves converged, 17 and 33 median solver
+    steps. At learning rate 1e-3 it reached 0.91 and 0.64.
+  fp_mamba2_s3_small: one FP-Mamba-2 layer on S3, N=16, heads of 32. Same machine, one seed, 1000 of
+    its 1500 steps, 88 s of training: 1.000 at 16 and at 32, all converged, 19 and 35 median steps.
 """
 
 from ml_collections import ConfigDict
@@ -21,7 +27,11 @@ PAPER = {
     for group in GROUPS
     for mixer in ("householder", "kronecker")
 }
-VARIANTS = (*PAPER, "fp_rnn_s3_small")
+FP_MAMBA = {
+    "fp_mamba_s3_small": {"name": "fp_mamba", "state_size": 8},
+    "fp_mamba2_s3_small": {"name": "fp_mamba2", "state_size": 16, "head_dim": 32},
+}
+VARIANTS = (*PAPER, "fp_rnn_s3_small", *FP_MAMBA)
 
 
 def get_config(variant: str = "fp_rnn_s3_small") -> ConfigDict:
@@ -34,6 +44,8 @@ def get_config(variant: str = "fp_rnn_s3_small") -> ConfigDict:
         return _paper(*PAPER[variant])
     if variant == "fp_rnn_s3_small":
         return _small()
+    if variant in FP_MAMBA:
+        return _small_mamba(FP_MAMBA[variant])
     raise unknown("variant", variant, VARIANTS)
 
 
@@ -115,3 +127,28 @@ def _small() -> ConfigDict:
             "checkpoint": {"every": 500, "keep": 2},
         }
     )
+
+
+def _small_mamba(model: dict[str, str | int]) -> ConfigDict:
+    config = _small()
+    config.model = ConfigDict(
+        {
+            "vocab_size": 7,
+            "seq_len": 16,
+            "hidden_size": 64,
+            "mixer": "householder",
+            "mixer_rank": 1,
+            # Per-sample halting with patience 5: no sequence waits for its batch.
+            "solver": {
+                "preset": "fprm",
+                "train": {"max_steps": 32},
+                "eval": {"max_steps": 400},
+            },
+            "adjoint": {"name": "one_step", "k": 1, "refine": True},
+            **model,
+        }
+    )
+    config.train.steps = 1500
+    config.optimizer.learning_rate = 3e-3
+    config.eval.every = config.checkpoint.every = 750
+    return config
