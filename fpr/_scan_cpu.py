@@ -7,16 +7,18 @@ each iteration. A call that carries the attributes of `_one_kernel` is emitted a
 instead: its loops become machine loops. Where XLA does not know the attributes they mean nothing:
 same numbers, slower. Two limits of XLA (jaxlib 0.10) shape this file:
 
-- A constant operand of such a call aborts the compiler. So kernels only see blocks, cut at an index
-  that changes as an outer loop runs, and carries: these are never constants. A block also fits in
-  the cache, so cutting it costs little.
+- A constant operand of such a call aborts the compiler. So kernels only see the index and the
+  carries of an outer loop of at least two turns, and blocks cut at that index: these are never
+  constants. A block also fits in the cache, so cutting it costs little.
 - Matrix products and reductions may go to a library, which such a call cannot reach. So sums are
   additions of halves.
 
-What else was tried at (8, 4096, 256), float32, forward, page faults avoided, beside one pass in C
-(3.7 ms): the same steps as an ordinary XLA loop 8-11 ms; one native kernel for the whole array over
-samples 5.6 ms, over whole time steps 8.5 ms (both may abort on constants); two or four steps per
-iteration with static slices 100 times slower (XLA copies the buffer between the updates).
+What was tried at (8, 4096, 256), float32, forward, with no page faults, in milliseconds of
+processor time: this file 8.8 (27 with gradient, copying x, dh included), with x and h cut into
+blocks too 10.1 (32), the whole array as one kernel 6.7 (constants may abort), the same steps as an
+ordinary XLA loop 9.0, a copy of x 3.5, one pass in C 5.2. Two or four steps per iteration with
+static slices take 100 times longer: XLA copies the buffer between the updates. Where the result is
+allocated anew, page faults add 15 (8193 faults): see `keep_freed_memory` in experiments/bench.py.
 """
 
 from __future__ import annotations
@@ -69,6 +71,17 @@ def _put(x: Array, part: Array, start: Any, axis: int = 1) -> Array:
     return lax.dynamic_update_slice_in_dim(x, part.astype(x.dtype), start, axis)
 
 
+def _get(x: Array, at: tuple[Any, ...], sizes: tuple[int, ...]) -> Array:
+    """A part of x along its leading axes, from the indices `at`."""
+    at = (*at, *(_ZERO,) * (x.ndim - len(at)))
+    return lax.dynamic_slice(x, at, (*sizes, *x.shape[len(sizes) :]))
+
+
+def _set(x: Array, part: Array, at: tuple[Any, ...]) -> Array:
+    """x with a part replaced from the indices `at` on; in place inside a loop."""
+    return lax.dynamic_update_slice(x, part.astype(x.dtype), (*at, *(_ZERO,) * (x.ndim - len(at))))
+
+
 def _row(x: Array, b: Any, t: Any) -> Array:
     """x[b, t] of (B, T, n) as (1, 1, n)."""
     return lax.dynamic_slice(x, (b, t, _ZERO), (1, 1, x.shape[2]))
@@ -80,20 +93,44 @@ def _put_row(x: Array, row: Array, b: Any, t: Any) -> Array:
 
 
 def _block_length(time: int, row: int) -> int:
-    """Steps per block: the cache's share, and at least two blocks (one would not be a loop)."""
-    return max(1, min(_BLOCK // max(row, 1), -(-time // 2)))
+    """Steps of one sample that fit in a block."""
+    return min(time, max(1, _BLOCK // row))
 
 
-def _place(k: Any, size: int, time: int, reverse: bool) -> tuple[Any, Any]:
-    """Where block k, in the order of processing, starts in time, and its first step still to do.
+def _grid(batch: int, time: int, size: int, row: int) -> tuple[int, int, int]:
+    """Samples per block and the grid of blocks, samples by times.
 
-    The last block is moved back to lie inside the array: its first steps belong to the block before
-    and are left as they are.
+    Blocks are long in time first: rows of several samples lie a power of two apart in memory and
+    push each other out of the cache.
     """
+    most = max(1, _BLOCK // (size * row))
+    samples = max(n for n in range(1, min(batch, most) + 1) if batch % n == 0)
+    return samples, batch // samples, -(-time // size)
+
+
+def _place(
+    i: Any, samples: int, along: int, size: int, time: int, *, flipped: bool, reverse: bool = False
+) -> tuple[Any, Any, Any, Any]:
+    """The place of block i of a grid.
+
+    The last block in time is moved back to lie inside the array: its first steps belong to the
+    block before and are left as they are.
+
+    Args:
+      samples, along, size: samples per block, blocks in time, steps per block.
+      flipped: the last block in time is visited first (gradients).
+      reverse: processing runs from the last step in time to the first.
+
+    Returns:
+      First sample; block in the order of processing; where it starts in time; its first step still
+      to do, in the order of processing.
+    """
+    group, k = lax.div(i, np.int32(along)), lax.rem(i, np.int32(along))
+    k = np.int32(along - 1) - k if flipped else k
     wanted = k * np.int32(size)
     inside = jnp.minimum(wanted, np.int32(time - size))
     start = np.int32(time - size) - inside if reverse else inside
-    return start, wanted - inside
+    return group * np.int32(samples), k, start, wanted - inside
 
 
 def linear_scan(a: Array, x: Array, h0: Array, *, reverse: bool) -> tuple[Array, Array]:
@@ -108,30 +145,38 @@ def linear_scan(a: Array, x: Array, h0: Array, *, reverse: bool) -> tuple[Array,
     """
     batch, time, dim = x.shape
     wide = h0.dtype
-    size = _block_length(time, batch * dim)
+    size = _block_length(time, dim)
+    samples, across, along = _grid(batch, time, size, dim)
+    if across * along == 1:
+        size, along = -(-time // 2), 2
+    place = functools.partial(
+        _place, samples=samples, along=along, size=size, time=time, flipped=False, reverse=reverse
+    )
 
     @_one_kernel
-    def block(a, x, h, first):
-        def sample(b, carry):
+    def block(a, x, last, i):
+        corner, _, start, first = place(i)
+
+        def sample(s, carry):
+            b = corner + s
+
             def step(j, carry):
                 h, x = carry
                 t = np.int32(size - 1) - j if reverse else j
-                h = _row(a, b, t).astype(wide) * h + _row(x, b, t).astype(wide)
-                return h, _put_row(x, h, b, t)
+                h = _row(a, s, t).astype(wide) * h + _row(x, b, start + t).astype(wide)
+                return h, _put_row(x, h, b, start + t)
 
             x, last = carry
             h, x = _loop(first, size, step, (_cut(last, b, 1, 0)[:, None], x))
             return x, _put(last, h[:, 0], b, 0)
 
-        return _loop(0, batch, sample, (x, h))
+        return _loop(0, samples, sample, (x, last))
 
-    def run(k, carry):
-        out, h = carry
-        start, first = _place(k, size, time, reverse)
-        part, h = block(_cut(a, start, size), _cut(out, start, size), h, first)
-        return _put(out, part, start), h
+    def run(i, carry):
+        b, _, start, _ = place(i)
+        return block(_get(a, (b, start), (samples, size)), *carry, i)
 
-    return _loop(0, -(-time // size), run, (x, h0))
+    return _loop(0, across * along, run, (x, h0))
 
 
 def linear_scan_grad(
@@ -139,53 +184,59 @@ def linear_scan_grad(
 ) -> tuple[Array, Array, Array]:
     """da, dx, dh0 of `linear_scan` in one pass: the reversed scan and its products together.
 
-    The adjoint λ_t = dh_t + a_{t+1} λ_{t+1} is dx and overwrites dh; da_t = λ_t h_{t-1} overwrites
-    the cut of h. The inner loop carries λ and not a λ: only then XLA updates dh in place.
+    The adjoint λ_t = dh_t + a_{t+1} λ_{t+1} is dx and overwrites dh; da_t = λ_t h_{t-1}. The inner
+    loop carries λ and not a λ: only then XLA updates dh in place.
     """
     batch, time, dim = h.shape
     wide = h0.dtype
-    size = _block_length(time, batch * dim)
-    blocks = -(-time // size)
+    size = _block_length(time, dim)
+    samples, across, along = _grid(batch, time, size, dim)
+    if across * along == 1:
+        size, along = -(-time // 2), 2
+    place = functools.partial(
+        _place, samples=samples, along=along, size=size, time=time, flipped=True, reverse=reverse
+    )
 
     @_one_kernel
-    def block(a, h, edge, dx, carried, first):
+    def block(a, h, edge, da, dx, dh0, i):
+        corner, _, start, first = place(i)
+
         def at(j):
             return np.int32(size - 1) - j if reverse else j
 
-        def sample(b, carry):
-            da, dx, carried = carry
+        def sample(s, carry):
+            da, dx, dh0 = carry
+            b = corner + s
             end = at(np.int32(size - 1))
-            lam = _row(dx, b, end).astype(wide) + _cut(carried, b, 1, 0)[:, None]
-            dx = _put_row(dx, lam, b, end)
+            lam = _row(dx, b, start + end).astype(wide) + _cut(dh0, b, 1, 0)[:, None]
+            dx = _put_row(dx, lam, b, start + end)
 
             def step(i, carry):
                 lam, da, dx = carry
                 j = np.int32(size - 1) - i
-                before = at(j - _ONE)
-                da = _put_row(da, _row(h, b, before).astype(wide) * lam, b, at(j))
-                lam = _row(a, b, at(j)).astype(wide) * lam + _row(dx, b, before).astype(wide)
-                return lam, da, _put_row(dx, lam, b, before)
+                t, before = at(j), at(j - _ONE)
+                da = _put_row(da, _row(h, s, before).astype(wide) * lam, b, start + t)
+                dx_t = _row(dx, b, start + before).astype(wide)
+                lam = _row(a, s, t).astype(wide) * lam + dx_t
+                return lam, da, _put_row(dx, lam, b, start + before)
 
             lam, da, dx = _loop(0, np.int32(size - 1) - first, step, (lam, da, dx))
-            da = _put_row(da, _cut(edge, b, 1, 0)[:, None] * lam, b, at(first))
-            lam = _row(a, b, at(first)).astype(wide) * lam
-            return da, dx, _put(carried, lam[:, 0], b, 0)
+            da = _put_row(da, _cut(edge, s, 1, 0)[:, None] * lam, b, start + at(first))
+            lam = _row(a, s, at(first)).astype(wide) * lam
+            return da, dx, _put(dh0, lam[:, 0], b, 0)
 
-        return _loop(0, batch, sample, (jnp.zeros_like(a), dx, carried))
+        return _loop(0, samples, sample, (da, dx, dh0))
 
     def run(i, carry):
-        da, dx, carried = carry
-        k = np.int32(blocks - 1) - i
-        start, first = _place(k, size, time, reverse)
+        b, k, start, _ = place(i)
         done = k * np.int32(size)
         before = np.int32(time) - done if reverse else done - _ONE
-        edge = _cut(h, jnp.clip(before, 0, time - 1), 1)[:, 0].astype(wide)
-        edge = jnp.where(k == 0, h0, edge)
-        args = (_cut(a, start, size), _cut(h, start, size), edge, _cut(dx, start, size))
-        da_part, dx_part, carried = block(*args, carried, first)
-        return _put(da, da_part, start), _put(dx, dx_part, start), carried
+        edge = _get(h, (b, jnp.clip(before, 0, time - 1)), (samples, 1))[:, 0].astype(wide)
+        edge = jnp.where(k == 0, _get(h0, (b,), (samples,)), edge)
+        a_k, h_k = (_get(v, (b, start), (samples, size)) for v in (a, h))
+        return block(a_k, h_k, edge, *carry, i)
 
-    return _loop(0, blocks, run, (jnp.zeros_like(a), dh, dlast))
+    return _loop(0, across * along, run, (jnp.zeros_like(a), dh, dlast))
 
 
 def _sum(x: Array, axis: int) -> Array:
@@ -201,9 +252,9 @@ def _sum(x: Array, axis: int) -> Array:
     return jnp.squeeze(functools.reduce(jnp.add, odd, x), axis)
 
 
-def _never_constant(x: Array, k: Any) -> Array:
-    """x, in a form that XLA cannot fold to a constant; k ≥ 0 is the index of a running loop."""
-    return jnp.where(k < 0, jnp.zeros_like(x), x)
+def _never_constant(x: Array, i: Any) -> Array:
+    """x, in a form that XLA cannot fold to a constant; i ≥ 0 is the index of a running loop."""
+    return jnp.where(i < 0, jnp.zeros_like(x), x)
 
 
 def _selective_step(a, u, dt, b_in, b, t, h, wide):
@@ -233,12 +284,19 @@ def selective_scan(
     Returns:
       y in u's type, the last state, and if `keep` the kept states (B, blocks, N, D).
     """
-    batch, time, _ = u.shape
+    batch, time, dim = u.shape
     wide = h0.dtype
     size, blocks = selective_length(time, chunk)
+    samples, across, along = _grid(batch, time, size, dim)
+    part = (samples, size)
+    place = functools.partial(
+        _place, samples=samples, along=along, size=size, time=time, flipped=False
+    )
 
     @_one_kernel
-    def block(u, dt, a, b_in, c_out, y, h, first):
+    def block(u, dt, a, b_in, c_out, y, h, i):
+        first = place(i)[-1]
+
         def sample(b, carry):
             def step(t, carry):
                 h, y = carry
@@ -250,21 +308,22 @@ def selective_scan(
             h, y = _loop(first, size, step, (_cut(last, b, 1, 0)[0], y))
             return y, _put(last, h[None], b, 0)
 
-        return _loop(0, batch, sample, (y, h))
+        return _loop(0, samples, sample, (y, h))
 
-    def run(k, carry):
-        y, h, kept = carry
+    def run(i, carry):
+        y, last, kept = carry
+        b, k, start, _ = place(i)
+        h = _get(last, (b,), (samples,))
         if keep:
-            kept = _put(kept, h[:, None], k)
-        start, first = _place(k, size, time, False)
-        u_k, dt_k, b_k, c_k, y_k = (_cut(v, start, size) for v in (u, dt, b_in, c_out, y))
-        y_k, h = block(u_k, dt_k, _never_constant(a, k), b_k, c_k, y_k, h, first)
-        return _put(y, y_k, start), h, kept
+            kept = _set(kept, h[:, None], (b, k))
+        u_k, dt_k, b_k, c_k, y_k = (_get(v, (b, start), part) for v in (u, dt, b_in, c_out, y))
+        y_k, h = block(u_k, dt_k, _never_constant(a, i), b_k, c_k, y_k, h, i)
+        return _set(y, y_k, (b, start)), _set(last, h, (b,)), kept
 
     kept = None
     if keep:
         kept = jnp.broadcast_to(jnp.zeros_like(h0)[:, None], (batch, blocks, *h0.shape[1:]))
-    y, h, kept = _loop(0, blocks, run, (jnp.zeros_like(u), h0, kept))
+    y, h, kept = _loop(0, across * along, run, (jnp.zeros_like(u), h0, kept))
     return (y, h, kept) if keep else (y, h)
 
 
@@ -281,12 +340,19 @@ def selective_scan_grad(
     Returns:
       du, dΔ (B, T, D); dA (B, N, D) per sample; dB, dC (B, T, N); dh0 (B, N, D).
     """
-    batch, time, _ = u.shape
+    batch, time, dim = u.shape
     wide = dlast.dtype
-    size, blocks = selective_length(time, chunk)
+    size, _ = selective_length(time, chunk)
+    samples, across, along = _grid(batch, time, size, dim)
+    part = (samples, size)
+    place = functools.partial(
+        _place, samples=samples, along=along, size=size, time=time, flipped=True
+    )
 
     @_one_kernel
-    def block(u, dt, a, b_in, c_out, dy, before, du, ddt, db, dc, da, lam, first):
+    def block(u, dt, a, b_in, c_out, dy, before, du, ddt, db, dc, da, lam, i):
+        first = place(i)[-1]
+
         def sample(b, carry):
             du, ddt, db, dc, da, lam, states, decays = carry
 
@@ -322,18 +388,21 @@ def selective_scan_grad(
             return du, ddt, db, dc, da, lam, states, decays
 
         buffer = jnp.broadcast_to(jnp.zeros_like(a), (size, *a.shape))
-        return _loop(0, batch, sample, (du, ddt, db, dc, da, lam, buffer, buffer))[:6]
+        return _loop(0, samples, sample, (du, ddt, db, dc, da, lam, buffer, buffer))[:6]
 
     def run(i, carry):
         *long, da, lam = carry
-        k = np.int32(blocks - 1) - i
-        start, first = _place(k, size, time, False)
-        cuts = [_cut(v, start, size) for v in (u, dt, b_in, c_out, dy, *long)]
-        before = _cut(kept, k, 1)[:, 0]
-        cuts[2:2] = [_never_constant(a, k)]
-        *parts, da, lam = block(*cuts[:6], before, *cuts[6:], da, lam, first)
-        return *(_put(v, part, start) for v, part in zip(long, parts)), da, lam
+        b, k, start, _ = place(i)
+        at = (b, start)
+        u_k, dt_k, b_k, c_k, dy_k = (_get(v, at, part) for v in (u, dt, b_in, c_out, dy))
+        before = _get(kept, (b, k), (samples, 1))[:, 0]
+        sums = [_get(v, at, part) for v in long] + [_get(v, (b,), (samples,)) for v in (da, lam)]
+        a_k = _never_constant(a, i)
+        *parts, da_k, lam_k = block(u_k, dt_k, a_k, b_k, c_k, dy_k, before, *sums, i)
+        long = [_set(v, done, at) for v, done in zip(long, parts)]
+        return *long, _set(da, da_k, (b,)), _set(lam, lam_k, (b,))
 
     start = (jnp.zeros_like(v) for v in (u, dt, b_in, c_out))
-    du, ddt, db, dc, da, dh0 = _loop(0, blocks, run, (*start, jnp.zeros_like(dlast), dlast))
+    state = (*start, jnp.zeros_like(dlast), dlast)
+    du, ddt, db, dc, da, dh0 = _loop(0, across * along, run, state)
     return du, ddt, da, db, dc, dh0

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from jax import lax
 
+from fpr import _scan_cpu
 from fpr.scan import linear_scan, selective_scan
 from tests.reference import scan as reference
 
@@ -201,6 +202,22 @@ def test_constants_and_donated_inputs():
     assert all(np.isfinite(g).all() for g in grads.values())
     donating = jax.jit(linear_scan, donate_argnums=(1,))
     close(donating(a, jnp.array(x), h0)[0], reference.linear_scan(a, x, h0)[0])
+
+
+@pytest.mark.parametrize("block", [16, 64, 1 << 15])
+def test_constants_on_every_grid_of_blocks(monkeypatch, block):
+    """Grids of one block in time, one across samples, or many of both."""
+    monkeypatch.setattr(_scan_cpu, "_BLOCK", block)
+    for batch, time, dim in ((4, 2, 8), (1, 9, 8), (6, 11, 3)):
+        a, x, h0, dh, dlast = linear_inputs(time, batch=batch, dim=dim)
+        for reverse in (False, True):
+            fn = functools.partial(linear_scan, reverse=reverse)
+            pull = jax.jit(lambda args=(a, x, h0), ct=(dh, dlast), fn=fn: jax.vjp(fn, *args)[1](ct))
+            expected = reference.linear_scan_grad(a, x, h0, dh, dlast, reverse)
+            for mine, theirs in zip(pull(), expected):
+                close(mine, theirs)
+        v = selective_inputs(time, batch=batch, dim=dim)
+        close(jax.jit(lambda v=v: selective_scan(**v))()[0], reference.selective_scan(**v)[0], 1e-5)
 
 
 def test_no_temporaries_but_a_block():
