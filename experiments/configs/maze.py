@@ -9,7 +9,9 @@ Variants:
     such a folder): batch 768, 78,125 steps in bfloat16. Needs an accelerator; not run here. Paper:
     87.0% of whole mazes. The one shared row of puzzle embeddings is left out: it would hold the
     same vector for every maze.
-  cpu: generated mazes of 7×7, for a CPU.
+  cpu: generated mazes of 7×7, for a CPU. Measured with steps=900, seed 0, two busy cores, 4 minutes:
+    65.6% of 512 held-out mazes exact (98% up to 5 steps of path, 86% at 6-8, 54% at 9-11, 18% at
+    12-14, next to none beyond); the whole 4000 steps have not been run yet.
 """
 
 from ml_collections import ConfigDict
@@ -104,7 +106,7 @@ def _cpu() -> ConfigDict:
             },
             "task": {"name": "maze", "side": 7, "train_puzzles": 20_000, "eval_puzzles": 512},
             "train": {
-                "steps": 2000,
+                "steps": 4000,
                 "batch_size": 32,
                 "regime": "carry",
                 "window": 4,
@@ -120,7 +122,7 @@ def _cpu() -> ConfigDict:
                 "clip_norm": 1.0,
             },
             "ema": 0.99,
-            "eval": {"every": 500, "lengths": (49,), "max_examples": 512, "batch_size": 128},
+            "eval": {"every": 1000, "lengths": (49,), "max_examples": 512, "batch_size": 128},
             "checkpoint": {"every": 500, "keep": 2},
         }
     )
