@@ -142,9 +142,10 @@ def linear_scan(
       x: (B, T, ...) inputs.
       h0: (B, ...) state before the first step processed, or None for zero.
       reverse: h_t = a_t h_{t+1} + x_t instead, from the last step to the first.
-      backend: "auto": a sequential loop on CPU, a Pallas kernel on TPU and on NVIDIA GPUs that can
-        run it, the associative form elsewhere; chosen by platform at lowering. Or one form for
-        every platform: "sequential", "xla" (associative) or "pallas".
+      backend: "auto": a sequential loop on CPU, a Pallas kernel on TPU, the associative form
+        elsewhere; chosen by platform at lowering. Or one form for every platform: "sequential",
+        "xla" (associative) or "pallas" (the only way to the GPU kernels until they have run on a
+        card).
 
     Returns:
       h: (B, T, ...) in the common type of a and x.

@@ -293,9 +293,13 @@ def test_inside_shard_map():
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_lowers_for_accelerators(platform):
-    """The automatic choice is made at lowering, so a CPU can lower for others."""
+    """The choice is made at lowering, so a CPU can lower for others."""
     shape = jax.ShapeDtypeStruct((2, 64, 128), jnp.float32)
-    grad = jax.grad(lambda a, x: linear_scan(a, x)[0].sum(), (0, 1))
+    auto = jax.jit(jax.grad(lambda a, x: linear_scan(a, x)[0].sum(), (0, 1)))
+    text = jax.export.export(auto, platforms=[platform])(shape, shape).mlir_module()
+    # GPU kernels are not chosen by themselves before they have run on a card.
+    assert ("tpu_custom_call" in text, "mosaic_gpu" in text) == (platform == "tpu", False)
+    grad = jax.grad(lambda a, x: linear_scan(a, x, backend="pallas")[0].sum(), (0, 1))
     program = jax.export.export(jax.jit(grad), platforms=[platform])(shape, shape)
     kernel = "tpu_custom_call" if platform == "tpu" else "mosaic_gpu"
     assert kernel in program.mlir_module()
