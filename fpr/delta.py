@@ -22,6 +22,45 @@ Array = jax.Array
 _product = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
+def _substitute(system: Array, right: Array) -> Array:
+    """u with (I + system) u = right, row by row; system (..., L, L) strictly lower."""
+
+    def row(i, u):
+        weights = lax.dynamic_index_in_dim(system, i, -2, keepdims=False)
+        start = lax.dynamic_index_in_dim(right, i, -2, keepdims=False)
+        new = start - _product("...j,...jw->...w", weights, u)
+        return lax.dynamic_update_index_in_dim(u, new, i, right.ndim - 2)
+
+    return lax.fori_loop(0, right.shape[-2], row, right)
+
+
+def _solve_unit_lower(system: Array, right: Array) -> Array:
+    """As `_substitute`, differentiable to any order.
+
+    Not `triangular_solve` on CPU: jaxlib's batched strsm waits in the thread pool for tasks of the
+    same pool, so two at a time, as in a gradient, hang on two cores (seen with jaxlib 0.10.2).
+    """
+
+    def library(system, right):
+        return lax.linalg.triangular_solve(
+            system, right, left_side=True, lower=True, unit_diagonal=True
+        )
+
+    def solve(system, right):
+        return lax.platform_dependent(system, right, cpu=_substitute, default=library)
+
+    def transposed(_, right):  # (I + system)ᵀ is lower again with rows and columns reversed.
+        mirrored = jnp.flip(system.swapaxes(-1, -2), (-2, -1))
+        return jnp.flip(solve(mirrored, jnp.flip(right, -2)), -2)
+
+    return lax.custom_linear_solve(
+        lambda u: u + _product("...ij,...jw->...iw", system, u),
+        right,
+        lambda _, right: solve(system, right),
+        transposed,
+    )
+
+
 def _chunked(chunk: int, q: Array, k: Array, v: Array, beta: Array, log_decay: Array, h0: Array):
     """Chunks in WY form: one triangular system per chunk, one step per chunk for the states.
 
@@ -40,9 +79,7 @@ def _chunked(chunk: int, q: Array, k: Array, v: Array, beta: Array, log_decay: A
     system = jnp.where(row > column, keys, 0.0)
     width = v.shape[-1]
     right = jnp.concatenate([bs[..., None] * vs, (bs * start)[..., None] * ks], -1)
-    solved = lax.linalg.triangular_solve(
-        system, right, left_side=True, lower=True, unit_diagonal=True
-    )
+    solved = _solve_unit_lower(system, right)
     values, keyed = solved[..., :width], solved[..., width:]
     attention = _product("bhcik,bhcjk->bhcij", qs, ks) * between
     entering = start[..., None] * qs
