@@ -97,8 +97,43 @@ def _correction(product: StepFn, rest: jax.Array, size: int) -> jax.Array:
     basis = jnp.zeros((size + 1, b, n), rest.dtype).at[0].set(unit(rest, beta, 0.0 * beta))
     hessenberg = jnp.zeros((b, size + 1, size), rest.dtype)
     basis, hessenberg = jax.lax.fori_loop(0, size, arnoldi, (basis, hessenberg))
-    weights = jnp.linalg.pinv(hessenberg, rtol=2 * eps)[:, :, 0] * beta[:, None]
-    return jnp.einsum("bk,kbn->bn", weights, basis[:-1])
+    return jnp.einsum("bk,kbn->bn", _least_squares(hessenberg, beta), basis[:-1])
+
+
+def _least_squares(hessenberg: jax.Array, beta: jax.Array) -> jax.Array:
+    """The y (B, k) that minimises ‖beta e_1 - H y‖₂ for upper Hessenberg H (B, k + 1, k).
+
+    By Givens rotations and back substitution, with plain arithmetic: batched LAPACK calls on CPU
+    wait in the thread pool that they run in, and two at once can wait for each other for ever.
+    """
+    b, _, size = hessenberg.shape
+    eps = jnp.finfo(hessenberg.dtype).eps
+    rhs = jnp.zeros((b, size + 1, 1), hessenberg.dtype).at[:, 0, 0].set(beta)
+
+    def rotate(j: jax.Array, both: jax.Array) -> jax.Array:
+        rows = jax.lax.dynamic_slice_in_dim(both, j, 2, axis=1)  # (B, 2, k + 1)
+        top, low = rows[:, 0, j], rows[:, 1, j]
+        length = jnp.sqrt(top * top + low * low)
+        sound = length > 0
+        cos = jnp.where(sound, top / jnp.where(sound, length, 1.0), 1.0)[:, None]
+        sin = jnp.where(sound, low / jnp.where(sound, length, 1.0), 0.0)[:, None]
+        turned = [cos * rows[:, 0] + sin * rows[:, 1], cos * rows[:, 1] - sin * rows[:, 0]]
+        return jax.lax.dynamic_update_slice_in_dim(both, jnp.stack(turned, 1), j, axis=1)
+
+    both = jnp.concatenate([hessenberg, rhs], axis=2)
+    both = jax.lax.fori_loop(0, size, rotate, both)
+    triangle, target = both[:, :size, :size], both[:, :size, size]
+    floor = 2 * eps * jnp.max(jnp.abs(triangle), axis=(1, 2))
+
+    def substitute(i: jax.Array, y: jax.Array) -> jax.Array:
+        j = size - 1 - i
+        pivot = triangle[:, j, j]
+        rest = target[:, j] - jnp.sum(triangle[:, j] * y, axis=1)
+        # A direction that the space does not hold: leave it out.
+        sound = jnp.abs(pivot) > floor
+        return y.at[:, j].set(jnp.where(sound, rest / jnp.where(sound, pivot, 1.0), 0.0))
+
+    return jax.lax.fori_loop(0, size, substitute, jnp.zeros((b, size), hessenberg.dtype))
 
 
 def ravel(tree: PyTree) -> jax.Array:

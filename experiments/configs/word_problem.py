@@ -17,6 +17,8 @@ Variants:
     its 1500 steps, 88 s of training: 1.000 at 16 and at 32, all converged, 19 and 35 median steps.
 """
 
+from typing import Any
+
 from ml_collections import ConfigDict
 
 from experiments.errors import unknown
@@ -27,7 +29,7 @@ PAPER = {
     for group in GROUPS
     for mixer in ("householder", "kronecker")
 }
-FP_MAMBA = {
+FP_MAMBA: dict[str, dict[str, Any]] = {
     "fp_mamba_s3_small": {"name": "fp_mamba", "state_size": 8},
     "fp_mamba2_s3_small": {"name": "fp_mamba2", "state_size": 16, "head_dim": 32},
 }
@@ -129,7 +131,7 @@ def _small() -> ConfigDict:
     )
 
 
-def _small_mamba(model: dict[str, str | int]) -> ConfigDict:
+def _small_mamba(model: dict[str, Any]) -> ConfigDict:
     config = _small()
     config.model = ConfigDict(
         {
