@@ -9,7 +9,6 @@ import argparse
 import ctypes
 import dataclasses
 import json
-import platform
 import shutil
 import statistics
 import subprocess
@@ -29,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fpr.scan
+from experiments.memory import keep_freed_memory
 
 C_FLOOR = r"""
 void linear_scan(const float *restrict a, const float *restrict x, float *restrict h,
@@ -75,19 +75,6 @@ def race(entries: Mapping[str, Entry], rounds: int) -> dict[str, dict[str, Any]]
             "temporaries_mb": None if memory is None else memory / 1e6,
         }
     return rows
-
-
-def keep_freed_memory() -> bool:
-    """Tells glibc to keep freed memory instead of returning it to the system; False if not glibc.
-
-    XLA:CPU allocates its results anew at every call. With the default settings each large one is
-    mapped, faulted in page by page and unmapped again, which costs more than a scan itself.
-    """
-    if platform.libc_ver()[0] != "glibc":
-        return False
-    mallopt = ctypes.CDLL(None).mallopt
-    trim_threshold, mmap_max = -1, -4
-    return bool(mallopt(mmap_max, 0)) and bool(mallopt(trim_threshold, 2**31 - 1))
 
 
 def c_floor(a: np.ndarray, x: np.ndarray) -> Entry | None:
@@ -231,29 +218,30 @@ def show(console: Console, title: str, rows: Mapping[str, Mapping[str, Any]]) ->
 
 
 def bench_scan(args: argparse.Namespace) -> dict[str, Any]:
-    """Linear and selective scans, first as the allocator comes, then with freed memory kept."""
+    """Linear and selective scans, on CPU with freed memory kept unless told otherwise."""
+    kept = args.allocator == "keep" and keep_freed_memory()
     console = Console()
-    linear, selective = linear_entries(args.linear), selective_entries(args.selective)
     device = jax.devices()[0]
-    console.print(f"{device.platform} {device.device_kind}, jax {jax.__version__}, float32")
-    result: dict[str, Any] = {"platform": device.platform, "jax": jax.__version__, "races": []}
-    for kept in (False, True):
-        if kept and not keep_freed_memory():
-            break
-        memory = "freed memory kept" if kept else "allocator as it comes"
-        for name, shape, entries in (
-            ("linear", args.linear, linear),
-            ("selective", args.selective, selective),
-        ):
-            rows = race(entries, args.rounds)
-            show(console, f"{name} {tuple(shape)}, {memory}", rows)
-            race_result = {"scan": name, "shape": shape, "memory_kept": kept}
-            result["races"].append(race_result | {"rows": rows, "ratios": ratios(rows)})
+    memory = "freed memory kept" if kept else "allocator as it comes"
+    console.print(f"{device.platform} {device.device_kind}, jax {jax.__version__}, {memory}")
+    result: dict[str, Any] = {"platform": device.platform, "jax": jax.__version__}
+    result |= {"memory_kept": kept, "races": []}
+    for name, shape, entries in (
+        ("linear", args.linear, linear_entries(args.linear)),
+        ("selective", args.selective, selective_entries(args.selective)),
+    ):
+        rows = race(entries, args.rounds)
+        show(console, f"{name} {tuple(shape)}, float32", rows)
+        result["races"].append({"scan": name, "shape": shape, "rows": rows, "ratios": ratios(rows)})
     return result
 
 
 def _add_scan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=9, help="timed rounds per competitor")
+    parser.add_argument(
+        "--allocator", choices=["keep", "system"], default="keep",
+        help="keep freed memory (experiments/memory.py) or leave the C library as it comes",
+    )  # fmt: skip
     shapes = {"--linear": ("B T D", [8, 4096, 256]), "--selective": ("B T D N", [8, 256, 256, 16])}
     for option, (axes, default) in shapes.items():
         names = tuple(axes.split())

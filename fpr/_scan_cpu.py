@@ -18,7 +18,7 @@ processor time: this file 8.8 (27 with gradient, copying x, dh included), with x
 blocks too 10.1 (32), the whole array as one kernel 6.7 (constants may abort), the same steps as an
 ordinary XLA loop 9.0, a copy of x 3.5, one pass in C 5.2. Two or four steps per iteration with
 static slices take 100 times longer: XLA copies the buffer between the updates. Where the result is
-allocated anew, page faults add 15 (8193 faults): see `keep_freed_memory` in experiments/bench.py.
+allocated anew, page faults add 15 (8193 faults): see experiments/memory.py.
 """
 
 from __future__ import annotations
