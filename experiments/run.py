@@ -23,6 +23,7 @@ from ml_collections import ConfigDict, config_flags
 
 from experiments import config as configs
 from experiments.errors import UserError, unknown
+from experiments.memory import keep_freed_memory
 
 USAGE = (
     "usage: python -m experiments.run --config=FILE[:VARIANT] --workdir=DIR "
@@ -138,6 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{__doc__}\n{_known_configs()}")
         return 0
     enable_compilation_cache()
+    keep_freed_memory()  # XLA:CPU would fault in every large result anew.
     try:
         start(argv, started)
     except UserError as error:
