@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+from experiments.errors import UserError
+
 PyTree = Any
 
 
@@ -52,7 +54,8 @@ class Checkpoints:
     def restore(self, like: PyTree, say: Callable[[str], None]) -> tuple[int, PyTree] | None:
         """Restores the newest checkpoint that can be read.
 
-        One that cannot be read is moved to `workdir/damaged`, and `say` is told.
+        Newer ones that cannot be read are moved to `workdir/damaged`, and `say` is told. If none
+        can be read, nothing is moved: training again from the start would lose the run's metrics.
 
         Args:
           like: pytree of `jax.ShapeDtypeStruct` with the structure of the state; it is placed on
@@ -60,24 +63,32 @@ class Checkpoints:
           say: prints one line.
 
         Returns:
-          (step, state), or None when there is no readable checkpoint.
+          (step, state), or None when there is no checkpoint.
+
+        Raises:
+          UserError: there are checkpoints, but none can be read.
         """
         place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), like)
-        found = sorted(self._manager.all_steps(), reverse=True)
-        for step in found:
+        broken: dict[int, str] = {}
+        for step in sorted(self._manager.all_steps(), reverse=True):
             try:
-                return step, self._manager.restore(step, args=ocp.args.StandardRestore(like))
+                state = self._manager.restore(step, args=ocp.args.StandardRestore(like))
             # A broken file can surface as almost any exception of Orbax, TensorStore or json.
             except Exception as error:
                 reason = (str(error).splitlines() or [""])[0][:200]
-                moved = self._set_aside(step)
-                say(
-                    f"checkpoint {step} cannot be read ({type(error).__name__}: {reason}); moved "
-                    f"it to {moved} and trying the one before"
-                )
-        if found:
-            say("no checkpoint is left that can be read: starting from the beginning")
+                broken[step] = f"{type(error).__name__}: {reason}"
+                continue
+            for bad, reason in broken.items():
+                moved = self._set_aside(bad)
+                say(f"checkpoint {bad} cannot be read ({reason}); moved it to {moved}")
+            return step, state
+        if broken:
+            newest, reason = next(iter(broken.items()))
+            raise UserError(
+                f"none of the checkpoints in {self.directory} can be read (step {newest}: "
+                f"{reason}); use another --workdir, or move that directory away to start over"
+            )
         return None
 
     def _set_aside(self, step: int) -> Path:

@@ -107,7 +107,9 @@ def load(spec: str, overrides: Mapping[str, str] | None = None) -> dict[str, Any
     except Exception as error:  # The file is the user's program: anything can happen in it.
         name = type(error).__name__
         raise UserError(f"config file {path_text} cannot be loaded: {name}: {error}") from error
-    config = raw.to_dict() if isinstance(raw, ml_collections.ConfigDict) else dict(raw)
+    config = raw.to_dict() if isinstance(raw, ml_collections.ConfigDict) else raw
+    if not isinstance(config, Mapping):
+        raise UserError(f"get_config of {path_text} returns {config!r}, not a ConfigDict or dict")
     return complete(config, overrides or {})
 
 
@@ -124,7 +126,8 @@ def complete(config: Mapping[str, Any], overrides: Mapping[str, str] | None = No
         if key not in valid:
             raise unknown("config key", key, valid)
     for key in ("model", "task"):
-        if not isinstance(config.get(key), Mapping) or "name" not in config[key]:
+        section = config.get(key)
+        if not isinstance(section, Mapping) or not isinstance(section.get("name"), str):
             raise UserError(f"the config needs a section {key!r} with a 'name'")
     done = copy.deepcopy(DEFAULTS)
     for key, value in config.items():
@@ -133,6 +136,8 @@ def complete(config: Mapping[str, Any], overrides: Mapping[str, str] | None = No
         if not isinstance(done[key], dict):
             done[key] = value
             continue
+        if not isinstance(value, Mapping):
+            raise UserError(f"config key {key!r} is a section, not {value!r}")
         for sub, sub_value in value.items():
             if sub not in done[key]:
                 names = (f"{key}.{name}" for name in done[key])
@@ -223,8 +228,8 @@ def validate(config: Mapping[str, Any]) -> tasks.Task:
         raise unknown("loss", config["loss"], losses.TOKEN_LOSSES)
     if train["regime"] not in REGIMES:
         raise unknown("train.regime", train["regime"], REGIMES)
-    if config["seed"] < 0:
-        raise UserError(f"seed must not be negative, got {config['seed']}")
+    if not 0 <= config["seed"] < 2**63:
+        raise UserError(f"seed must be in [0, 2**63), got {config['seed']}")
     optim.validate(config["optimizer"])
     task = tasks.build(config["task"], config["seed"])
     _check_model(config, task)

@@ -50,7 +50,11 @@ class Evaluator:
         for length in self.lengths:
             if length not in self._compiled:
                 with self._run.clock.measure("compile"):
-                    args = (params, self._batch(length, 0, self._batch_size), self._key)
+                    args = (
+                        params,
+                        self._batch(length, 0, self._batch_size),
+                        self._keys(length, 0, 1),
+                    )
                     self._compiled[length] = self._outcome.lower(*args).compile()
         with self._run.clock.measure("evaluation"):
             return {length: self._one_length(params, length) for length in self.lengths}
@@ -58,13 +62,19 @@ class Evaluator:
     def _batch(self, length: int, start: int, count: int) -> Batch:
         return pad_batch(self._run.task.eval_batch(length, start, count), self._batch_size)
 
-    def _one_length(self, params: PyTree, length: int) -> dict[str, Any]:
+    def _keys(self, length: int, start: int, count: int) -> jax.Array:
+        """One key per example, by its number: it starts alike in any batch. Copies share theirs."""
+        number = np.arange(start, start + self._batch_size)
+        number[count:] = start
         key = jax.random.fold_in(self._key, length)
+        return jax.vmap(lambda n: jax.random.fold_in(key, n))(number)
+
+    def _one_length(self, params: PyTree, length: int) -> dict[str, Any]:
         parts = []
         for start in range(0, self._max_examples, self._batch_size):
             count = min(self._batch_size, self._max_examples - start)
             batch = self._batch(length, start, count)
-            outcome = self._compiled[length](params, batch, jax.random.fold_in(key, start))
+            outcome = self._compiled[length](params, batch, self._keys(length, start, count))
             parts.append({k: np.asarray(v)[:count] for k, v in outcome.items()})
         whole = {k: np.concatenate([p[k] for p in parts]) for k in parts[0]}
         task = self._run.task

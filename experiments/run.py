@@ -145,6 +145,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:  # A full disk, a file that may not be written.
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     except Diverged as error:
         print(
             f"error: {error}; stopped, the last good checkpoint is kept. Try a smaller "

@@ -127,7 +127,8 @@ def apply(
       batch: {"tokens": (B, T) int32, ...}.
       train: which of the config's solver settings to use, and its gradient rule; in evaluation the
         value is that of the solver and the rule is `OneStep()`.
-      key: PRNG key for random starts; None starts every sample at the same point.
+      key: PRNG key for random starts, or (B,) keys, one per sample, with which
+        a sample starts alike in any batch; None starts every sample at the same point.
       state: solver states of an earlier Output, to go on from there.
       solver: replaces the config's solver.
       adjoint: replaces the config's gradient rule.

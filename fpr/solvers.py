@@ -15,6 +15,7 @@ pytrees also over the leaves.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -155,6 +156,7 @@ class Damped:
         check("patience", _whole(self.patience), "a whole number >= 1")
         check("tolerance", self.tolerance >= 0.0, "tolerance >= 0")
         check("max_steps", _whole(self.max_steps), "a whole number >= 1")
+        check("max_steps", self.max_steps < 2**31, "a whole number below 2**31")
         check("min_step_size", self.min_step_size >= 0.0, "min_step_size >= 0")
         check("halting", self.halting in ("sample", "batch", "never"), "sample, batch, never")
         check("stop_fraction", 0.0 < self.stop_fraction <= 1.0, "0 < stop_fraction <= 1")
@@ -320,6 +322,8 @@ def preset(name: str, train: bool) -> Damped:
       ValueError: an unknown name.
     """
     if (name, bool(train)) not in _PRESETS:
-        names = ", ".join(sorted({key for key, _ in _PRESETS}))
-        raise ValueError(f"unknown solver preset {name!r}, allowed: {names}")
+        names = sorted({key for key, _ in _PRESETS})
+        near = difflib.get_close_matches(str(name), names, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ValueError(f"unknown solver preset {name!r}{hint}, allowed: {', '.join(names)}")
     return Damped(**_PRESETS[name, bool(train)])

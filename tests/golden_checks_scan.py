@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fpr.scan import linear_scan, selective_scan
+from tests.reference import scan as reference
 
 OUTPUT, GRADIENT = 1e-5, 1e-4
 
@@ -18,6 +19,12 @@ def _assert_close(actual, expected, tolerance, what):
 
 
 def check_linear_scan(arrays):
+    h, last = reference.linear_scan(arrays["a"], arrays["x"])
+    da, dx, _ = reference.linear_scan_grad(
+        arrays["a"], arrays["x"], np.zeros_like(last), arrays["ct"], np.zeros_like(last)
+    )
+    for name, actual, tolerance in (("h", h, OUTPUT), ("da", da, GRADIENT), ("dx", dx, GRADIENT)):
+        _assert_close(actual, arrays[name], tolerance, f"{name} (reference)")
     for backend in ("auto", "xla"):
         run = functools.partial(linear_scan, backend=backend)
         h, pull = jax.vjp(lambda a, x, run=run: run(a, x)[0], arrays["a"], arrays["x"])
@@ -36,6 +43,11 @@ def check_selective_scan(arrays):
         return value.swapaxes(1, 2) if name in time_first else value
 
     inputs = {n: jnp.asarray(turned(n, arrays[n])) for n in names}
+    y, last = reference.selective_scan(
+        **{n: turned(n, arrays[n]) for n in names}, delta_softplus=True
+    )
+    _assert_close(y, arrays["y"].swapaxes(1, 2), OUTPUT, "y (reference)")
+    _assert_close(last, arrays["last_state"], OUTPUT, "last state (reference)")
     for backend in ("auto", "xla"):
 
         def run(v, backend=backend):

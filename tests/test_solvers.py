@@ -177,7 +177,8 @@ def test_bad_options_are_named_with_what_is_allowed(name, value):
 
 
 def test_presets():
-    with pytest.raises(ValueError, match=r"'fprn', allowed: fp_mamba, fp_rnn, fprm"):
+    message = r"'fprn' \(did you mean 'fp_rnn'\?\), allowed: fp_mamba, fp_rnn, fprm"
+    with pytest.raises(ValueError, match=message):
         solvers.preset("fprn", train=True)
     mamba = solvers.preset("fp_mamba", train=True)
     assert (mamba.step_size, mamba.decay, mamba.patience) == (0.99, 0.9, 15)

@@ -125,7 +125,7 @@ class Model(nn.Module):
             if carried is not None:
                 z0 = carried.z
             else:
-                z0 = layer.init_state(x, None if key is None else jax.random.fold_in(key, i))
+                z0 = layer.init_state(x, None if key is None else fold_in(key, i))
             if self.is_initializing() or not layer.loop:
                 z = layer.step(x, z0)  # Also creates the parameters of f.
             if layer.loop:
@@ -175,7 +175,7 @@ class Model(nn.Module):
         h = self.embed(batch)
         for i, layer in enumerate(self.layers):
             x = layer.inject(h)
-            z0 = layer.init_state(x, None if key is None else jax.random.fold_in(key, i))
+            z0 = layer.init_state(x, None if key is None else fold_in(key, i))
             if layer.loop:
                 f, params = as_function(layer)
                 return trace(f, params, x, z0, solver=solver, steps=steps)
@@ -298,6 +298,20 @@ def dtype_of(name: str) -> Any:
     return jnp.dtype(name)
 
 
+def _per_sample(key: jax.Array) -> bool:
+    """Whether `key` is (B,) keys, new style or raw, and not one key."""
+    return key.ndim == (1 if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else 2)
+
+
+def fold_in(key: jax.Array, data: int) -> jax.Array:
+    """`jax.random.fold_in` for one key or for (B,) keys."""
+    if _per_sample(key):
+        return jax.vmap(lambda k: jax.random.fold_in(k, data))(key)
+    return jax.random.fold_in(key, data)
+
+
 def sample_keys(key: jax.Array, batch: int) -> jax.Array:
-    """One key per batch position, the same whatever the batch size."""
+    """(B,) keys: those given, or one per batch position, the same whatever the batch size."""
+    if _per_sample(key):
+        return key
     return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(batch))

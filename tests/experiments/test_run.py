@@ -75,7 +75,7 @@ def test_overrides_are_parsed_as_the_type_they_replace(config_file):
         (["--config.model.num_heads=3"], "model.num_heads=3 does not divide"),
         (["--config.model.alpha_2=1.5"], "model.alpha_2=1.5"),
         (["--config.task.length=0"], "task.length must be at least 1, got 0"),
-        (["--config.task.group=S9"], "more than 2520 elements"),
+        (["--config.task.group=S9"], "more than 5040 elements"),
         (["--mode=eval"], "nothing to evaluate"),
     ],
 )
