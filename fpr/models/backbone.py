@@ -106,7 +106,8 @@ class Stack(base.Model):
         c = self.config
         dtype = base.dtype_of(c.dtype)
         # Each block normalises its input, so a small embedding would only move fast under Adam:
-        # S3 at length 16 was 0.91 right after 1500 steps with a deviation of 1, 0.24 with 0.02.
+        # FP-Mamba at learning rate 1e-3 had 0.91 of S3's sequences of length 16 right after 1500
+        # steps with a deviation of 1, and 0.24 with 0.02 (measured, one seed each).
         init = nn.initializers.normal(1.0)
         self.embedding = nn.Embed(c.vocab_size, c.hidden_size, embedding_init=init)
         self.layers = [self.block(c, dtype, name=f"layer_{i}") for i in range(c.num_layers)]
