@@ -29,11 +29,20 @@ PAPER = {
     for group in GROUPS
     for mixer in ("householder", "kronecker")
 }
-FP_MAMBA: dict[str, tuple[dict[str, Any], int]] = {
-    "fp_mamba_s3_small": ({"name": "fp_mamba", "state_size": 8}, 1500),
-    "fp_mamba2_s3_small": ({"name": "fp_mamba2", "state_size": 16, "head_dim": 32}, 1000),
+# One layer each; Mamba and Mamba-2 are made wide enough to have no fewer parameters than FP-Mamba.
+SMALL_MODELS: dict[str, dict[str, Any]] = {
+    "fp_mamba": {"name": "fp_mamba", "hidden_size": 64, "state_size": 8},
+    "fp_mamba2": {"name": "fp_mamba2", "hidden_size": 64, "state_size": 16, "head_dim": 32},
+    "mamba": {"name": "mamba", "hidden_size": 112, "state_size": 8},
+    "mamba2": {"name": "mamba2", "hidden_size": 112, "state_size": 16, "head_dim": 32},
+    "lstm": {"name": "lstm", "hidden_size": 100},
 }
-VARIANTS = (*PAPER, "fp_rnn_s3_small", *FP_MAMBA)
+SMALL_GROUPS = {"s3": ("S3", 7, 1500), "z2xs3": ("Z2xS3", 13, 3000), "a4": ("A4", 13, 4000)}
+SMALL = {
+    f"{model}_{group}_small": (model, group) for model in SMALL_MODELS for group in SMALL_GROUPS
+}
+CAPS = {f"fp_mamba_s3_cap{cap}": cap for cap in (2, 4, 8, 16)}
+VARIANTS = (*PAPER, "fp_rnn_s3_small", *SMALL, *CAPS)
 
 
 def get_config(variant: str = "fp_rnn_s3_small") -> ConfigDict:
@@ -46,8 +55,12 @@ def get_config(variant: str = "fp_rnn_s3_small") -> ConfigDict:
         return _paper(*PAPER[variant])
     if variant == "fp_rnn_s3_small":
         return _small()
-    if variant in FP_MAMBA:
-        return _small_mamba(*FP_MAMBA[variant])
+    if variant in SMALL:
+        return _small_model(*SMALL[variant])
+    if variant in CAPS:
+        config = _small_model("fp_mamba", "s3")
+        config.model.solver.train.max_steps = CAPS[variant]
+        return config
     raise unknown("variant", variant, VARIANTS)
 
 
@@ -131,25 +144,26 @@ def _small() -> ConfigDict:
     )
 
 
-def _small_mamba(model: dict[str, Any], steps: int) -> ConfigDict:
+def _small_model(model: str, group: str) -> ConfigDict:
+    """One layer of a model on a group; the fixed-point layers solve, the others have no solver."""
+    name, vocab_size, steps = SMALL_GROUPS[group]
     config = _small()
-    config.model = ConfigDict(
-        {
-            "vocab_size": 7,
-            "seq_len": 16,
-            "hidden_size": 64,
-            "mixer": "householder",
-            "mixer_rank": 1,
-            # Per-sample halting with patience 5: no sequence waits for its batch.
-            "solver": {
-                "preset": "fprm",
-                "train": {"max_steps": 32},
-                "eval": {"max_steps": 400},
-            },
-            "adjoint": {"name": "one_step", "k": 1, "refine": True},
-            **model,
-        }
-    )
+    config.model = ConfigDict({"vocab_size": vocab_size, "seq_len": 16, **SMALL_MODELS[model]})
+    if model.startswith("fp_"):
+        config.model.update(
+            {
+                "mixer": "householder",
+                "mixer_rank": 1,
+                # Per-sample halting with patience 5: no sequence waits for its batch.
+                "solver": {
+                    "preset": "fprm",
+                    "train": {"max_steps": 32},
+                    "eval": {"max_steps": 400},
+                },
+                "adjoint": {"name": "one_step", "k": 1, "refine": True},
+            }
+        )
+    config.task.group = name
     config.train.steps = steps
     config.optimizer.learning_rate = 3e-3
     config.eval.every = config.checkpoint.every = steps // 2
