@@ -10,6 +10,7 @@ import numpy as np
 
 from experiments.errors import UserError, unknown
 from experiments.tasks.arc import Arc
+from experiments.tasks.copy import Copy
 from experiments.tasks.maze import Maze
 from experiments.tasks.sudoku import Sudoku
 from experiments.tasks.word_problem import WordProblem
@@ -62,6 +63,7 @@ class Scored(Protocol):
 
 TASKS: dict[str, type] = {
     "arc": Arc,
+    "copy": Copy,
     "maze": Maze,
     "sudoku": Sudoku,
     "word_problem": WordProblem,
