@@ -10,7 +10,9 @@ import numpy as np
 
 from experiments.errors import UserError, unknown
 from experiments.tasks.arc import Arc
+from experiments.tasks.arithmetic import Arithmetic
 from experiments.tasks.copy import Copy
+from experiments.tasks.formal import Formal
 from experiments.tasks.maze import Maze
 from experiments.tasks.sudoku import Sudoku
 from experiments.tasks.word_problem import WordProblem
@@ -63,7 +65,9 @@ class Scored(Protocol):
 
 TASKS: dict[str, type] = {
     "arc": Arc,
+    "arithmetic": Arithmetic,
     "copy": Copy,
+    "formal": Formal,
     "maze": Maze,
     "sudoku": Sudoku,
     "word_problem": WordProblem,
