@@ -21,8 +21,31 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from experiments.errors import unknown
+from fpr.models.transformer import fixed_loops
 
-VARIANTS = ("fprm", "cpu4", "cpu9")
+# What `cpu4` is compared with, at no fewer parameters and about the same training cost: one step of
+# FPRM runs 24 blocks (2 blocks, 4 applications, forward and backward at the cost of 3 forwards).
+RIVALS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # 2 cycles of 3 + 1 calls forward, the last cycle backward: 32 blocks a step.
+    "cpu4_trm": (
+        {"name": "trm", "h_cycles": 2, "l_cycles": 3, "solver": fixed_loops(1, 16)},
+        {"steps": 600, "window": 1, "max_windows": 16},
+    ),
+    # 8 loops, all differentiated: 48 blocks a step.
+    "cpu4_looped": (
+        {"name": "looped_transformer", "solver": fixed_loops(8, 8)},
+        {"steps": 400, "regime": "solve"},
+    ),
+    # 5 blocks of half the width, which are 6.6 blocks a step.
+    "cpu4_deep": (
+        {"name": "transformer", "num_layers": 5, "hidden_size": 32, "causal": False},
+        {"steps": 2900, "regime": "solve"},
+    ),
+}
+ALPHAS = {
+    f"cpu4_alpha_{a1}_{a2}": (a1 / 100, a2 / 100) for a1, a2 in ((25, 25), (25, 75), (75, 75))
+}
+VARIANTS = ("fprm", "cpu4", "cpu9", *RIVALS, *ALPHAS)
 
 
 def get_config(variant: str = "cpu4") -> ConfigDict:
@@ -37,6 +60,12 @@ def get_config(variant: str = "cpu4") -> ConfigDict:
         return _cpu4()
     if variant == "cpu9":
         return _cpu9()
+    if variant in RIVALS:
+        return _rival(*RIVALS[variant])
+    if variant in ALPHAS:
+        config = _cpu4()
+        config.model.alpha_1, config.model.alpha_2 = ALPHAS[variant]
+        return config
     raise unknown("variant", variant, VARIANTS)
 
 
@@ -117,7 +146,7 @@ def _cpu4() -> ConfigDict:
             ),
             "task": {"name": "sudoku", "path": "sudoku4", "split": "random"},
             "train": {
-                "steps": 1200,
+                "steps": 800,
                 "batch_size": 64,
                 "regime": "carry",
                 "window": 4,
@@ -133,10 +162,19 @@ def _cpu4() -> ConfigDict:
                 "clip_norm": 1.0,
             },
             "ema": 0.99,
-            "eval": {"every": 400, "lengths": (16,), "max_examples": 471, "batch_size": 471},
-            "checkpoint": {"every": 400, "keep": 2},
+            "eval": {"every": 200, "lengths": (16,), "max_examples": 471, "batch_size": 471},
+            "checkpoint": {"every": 200, "keep": 2},
         }
     )
+
+
+def _rival(model: dict[str, Any], train: dict[str, Any]) -> ConfigDict:
+    config = _cpu4()
+    shared = {"vocab_size": 6, "seq_len": 16, "hidden_size": 64, "num_heads": 4, "num_layers": 2}
+    config.model = ConfigDict({**shared, **model})
+    config.train = ConfigDict({"batch_size": 64, "regime": "carry", **train})
+    config.eval.every = config.checkpoint.every = config.train.steps // 4
+    return config
 
 
 def _cpu9() -> ConfigDict:
