@@ -11,8 +11,10 @@ import numpy as np
 from experiments.errors import UserError, unknown
 from experiments.tasks.arc import Arc
 from experiments.tasks.arithmetic import Arithmetic
+from experiments.tasks.catbabi import CatBabi
 from experiments.tasks.copy import Copy
 from experiments.tasks.formal import Formal
+from experiments.tasks.language import Language
 from experiments.tasks.maze import Maze
 from experiments.tasks.sudoku import Sudoku
 from experiments.tasks.word_problem import WordProblem
@@ -66,8 +68,10 @@ class Scored(Protocol):
 TASKS: dict[str, type] = {
     "arc": Arc,
     "arithmetic": Arithmetic,
+    "catbabi": CatBabi,
     "copy": Copy,
     "formal": Formal,
+    "language": Language,
     "maze": Maze,
     "sudoku": Sudoku,
     "word_problem": WordProblem,
