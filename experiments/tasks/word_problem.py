@@ -11,6 +11,7 @@ itself never produces. Labels are token ids too, and -100 marks positions that d
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import numpy as np
 
@@ -35,6 +36,8 @@ class WordProblem:
     min_length: int = 0
     train_sequences: int = 0
     seed: int = 0
+
+    prefixes_are_examples: ClassVar[bool] = True  # see experiments.curriculum
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "group", groups.canonical_name(self.group))
