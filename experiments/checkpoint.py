@@ -28,7 +28,10 @@ class Checkpoints:
         self._options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, create=True, enable_async_checkpointing=True
         )
-        self._manager = ocp.CheckpointManager(self.directory, options=self._options)
+        # With the handler named, `item_metadata` works before anything was saved or restored.
+        self._manager = ocp.CheckpointManager(
+            self.directory, options=self._options, item_handlers=ocp.StandardCheckpointHandler()
+        )
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -73,7 +76,7 @@ class Checkpoints:
         broken: dict[int, str] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
             try:
-                state = self._manager.restore(step, args=ocp.args.StandardRestore(like))
+                state = self._read(step, like)
             # A broken file can surface as almost any exception of Orbax, TensorStore or json.
             except Exception as error:
                 reason = (str(error).splitlines() or [""])[0][:200]
@@ -91,6 +94,23 @@ class Checkpoints:
             )
         return None
 
+    def _read(self, step: int, like: PyTree) -> PyTree:
+        """The state of one checkpoint; arrays are matched by name.
+
+        Orbax compares whole structures, in which a field that is None counts: a state type that
+        gains an optional field could not read what was written before.
+        """
+        on_disk = self._manager.item_metadata(step).tree
+        wanted = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(like)}
+        found = {_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(on_disk)}
+        if found != wanted.keys():
+            differing = sorted(found ^ wanted.keys())
+            raise ValueError(f"its arrays are not those of this run: {', '.join(differing)}")
+        request = jax.tree_util.tree_map_with_path(lambda path, _: wanted[_name(path)], on_disk)
+        restored = self._manager.restore(step, args=ocp.args.StandardRestore(request))
+        arrays = {_name(path): a for path, a in jax.tree_util.tree_leaves_with_path(restored)}
+        return jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in wanted])
+
     def _set_aside(self, step: int) -> Path:
         target = self.directory.parent / "damaged"
         target.mkdir(exist_ok=True)
@@ -98,3 +118,8 @@ class Checkpoints:
         shutil.move(self.directory / str(step), moved)
         self._manager.reload()
         return moved
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    """ "carry/solver/0/z": the same for a NamedTuple's field and a dict's key."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -18,7 +18,7 @@ import jax
 import ml_collections
 import numpy as np
 
-from experiments import losses, optim, tasks
+from experiments import curriculum, losses, optim, tasks
 from experiments.errors import UserError, unknown
 from fpr import registry
 from fpr.models import base
@@ -34,6 +34,12 @@ DEFAULTS: dict[str, Any] = {
         "window": 4,  # carry: applications of f, all differentiated, in one optimiser step
         "max_windows": 128,  # carry: a slot is refilled after this many windows
         "log_every": 20,
+        "curriculum": {
+            "start": 0,  # length of the first training sequences; 0: off
+            "threshold": 0.97,  # running sequence accuracy at which they grow
+            "increment": 1,
+            "decay": 0.9,  # of the running accuracy, per step
+        },
     },
     "optimizer": {
         "learning_rate": 1e-3,
@@ -45,6 +51,9 @@ DEFAULTS: dict[str, Any] = {
         "schedule": "constant",
         "final_fraction": 0.0,  # learning rate at the end of the schedule / its peak
         "clip_norm": 0.0,  # 0: off
+        # Puzzle embeddings: sign-SGD on the batch's rows, same schedule; 0: AdamW as for the rest.
+        "puzzle_learning_rate": 0.0,
+        "puzzle_weight_decay": 0.0,
     },
     "ema": 0.0,  # decay of the averaged weights that evaluation uses; 0: off
     "loss": "softmax",
@@ -54,6 +63,8 @@ DEFAULTS: dict[str, Any] = {
         "lengths": (16,),
         "max_examples": 1000,  # per length
         "batch_size": 128,
+        "budget_examples": 128,  # for the curve of accuracy over iterations; 0: none
+        "budget_steps": 0,  # its largest number of iterations; 0: twice what halting took
     },
     "checkpoint": {"every": 500, "keep": 3},
 }
@@ -129,22 +140,25 @@ def complete(config: Mapping[str, Any], overrides: Mapping[str, str] | None = No
         section = config.get(key)
         if not isinstance(section, Mapping) or not isinstance(section.get("name"), str):
             raise UserError(f"the config needs a section {key!r} with a 'name'")
-    done = copy.deepcopy(DEFAULTS)
-    for key, value in config.items():
-        if key in ("model", "task"):
-            continue
-        if not isinstance(done[key], dict):
-            done[key] = value
-            continue
-        if not isinstance(value, Mapping):
-            raise UserError(f"config key {key!r} is a section, not {value!r}")
-        for sub, sub_value in value.items():
-            if sub not in done[key]:
-                names = (f"{key}.{name}" for name in done[key])
-                raise unknown("config key", f"{key}.{sub}", names)
-            done[key][sub] = sub_value
+    given = {key: value for key, value in config.items() if key not in ("model", "task")}
+    done = _merge(DEFAULTS, given)
     done["task"] = tasks.options(config["task"]["name"]) | config["task"]
     done["model"] = _complete_model(config["model"], overrides)
+    return done
+
+
+def _merge(defaults: Mapping[str, Any], given: Mapping[str, Any], prefix: str = "") -> dict:
+    """`defaults` with the values of `given`, section by section."""
+    done = copy.deepcopy(dict(defaults))
+    for key, value in given.items():
+        name = f"{prefix}{key}"
+        if key not in defaults:
+            raise unknown("config key", name, (f"{prefix}{k}" for k in defaults))
+        if isinstance(defaults[key], dict):
+            if not isinstance(value, Mapping):
+                raise UserError(f"config key {name!r} is a section, not {value!r}")
+            value = _merge(defaults[key], value, f"{name}.")
+        done[key] = value
     return done
 
 
@@ -215,8 +229,9 @@ def validate(config: Mapping[str, Any]) -> tasks.Task:
     for name, value in positive.items():
         if value < 1:
             raise UserError(f"{name} must be at least 1, got {value}")
-    if evaluation["every"] < 0:
-        raise UserError(f"eval.every must be 0 (end only) or positive, got {evaluation['every']}")
+    for name in ("every", "budget_examples", "budget_steps"):
+        if evaluation[name] < 0:
+            raise UserError(f"eval.{name} must not be negative, got {evaluation[name]}")
     lengths = evaluation["lengths"]
     if not lengths or not all(isinstance(n, int) and n >= 1 for n in lengths):
         raise UserError(f"eval.lengths must be whole numbers of at least 1, got {lengths}")
@@ -232,6 +247,7 @@ def validate(config: Mapping[str, Any]) -> tasks.Task:
         raise UserError(f"seed must be in [0, 2**63), got {config['seed']}")
     optim.validate(config["optimizer"])
     task = tasks.build(config["task"], config["seed"])
+    curriculum.validate(train["curriculum"], task)
     _check_model(config, task)
     return task
 
@@ -270,7 +286,7 @@ def _check_model(config: Mapping[str, Any], task: tasks.Task) -> None:
         batch_size = config["train"]["batch_size"]
         shapes = None
         for train, length in [
-            (True, task.length),
+            *((True, n) for n in curriculum.buckets(config["train"], task.length)),
             *((False, n) for n in config["eval"]["lengths"]),
         ]:
             tokens = jax.ShapeDtypeStruct((batch_size if train else 1, length), np.int32)
@@ -308,8 +324,10 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tup
     return {k: (a.get(k), b.get(k)) for k in sorted({*a, *b}) if a.get(k) != b.get(k)}
 
 
-def is_free(key: str, new: Mapping[str, Any]) -> bool:
-    """Whether a run may be continued although this key differs."""
+def is_free(key: str, new: Mapping[str, Any], mode: str = "train") -> bool:
+    """Whether a run may be continued ("train") or evaluated ("eval") although this key differs."""
+    if mode == "eval" and key.startswith("task."):
+        return True  # Other data, or other votes; the result names both.
     if key == "train.steps":  # A longer run; the learning rate so far must not depend on it.
         return new["optimizer"]["schedule"] == "constant"
     return key.startswith(FREE)

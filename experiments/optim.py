@@ -1,11 +1,15 @@
-"""The optimiser of a config: AdamW with warm-up, a schedule, clipping and a weight-decay mask."""
+"""The optimiser of a config: AdamW with warm-up, a schedule, clipping and a weight-decay mask.
+
+Per-puzzle embeddings can have an optimiser of their own, which touches the batch's rows only.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from experiments.errors import UserError, unknown
@@ -50,8 +54,54 @@ def decay_mask(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(decays, params)
 
 
-def make_optimizer(config: Mapping[str, Any], steps: int) -> optax.GradientTransformation:
-    """Builds the optimiser of a config's `optimizer` section for a run of `steps` steps."""
+class SignSGDState(NamedTuple):
+    """State of `sign_sgd_rows`: the number of updates made, () int32."""
+
+    count: jax.Array
+
+
+def sign_sgd_rows(
+    learning_rate: optax.Schedule, weight_decay: float
+) -> optax.GradientTransformationExtraArgs:
+    """Sign-SGD with decoupled weight decay on some rows of embedding tables (spec 2 section 3).
+
+    Each row in the batch, however often, moves once: w ← w - lr (sign(g) + weight_decay · w), with
+    g its summed gradient; a row whose gradient is zero decays all the same. All other rows keep
+    their bits: there is no state per row, and a row costs nothing in steps that do not hold it.
+
+    `update` needs the extra argument `rows`: integers of any shape, the rows in the batch.
+    """
+
+    def init(params: Any) -> SignSGDState:
+        del params
+        return SignSGDState(jnp.zeros((), jnp.int32))
+
+    def update(
+        updates: Any, state: SignSGDState, params: Any = None, *, rows: jax.Array, **_: Any
+    ) -> tuple[Any, SignSGDState]:
+        rate, at = learning_rate(state.count), rows.reshape(-1)
+
+        def table(grad: jax.Array, value: jax.Array) -> jax.Array:
+            change = -rate * (jnp.sign(grad[at]) + weight_decay * value[at])
+            # -0.0 is the one number that changes no other, +0.0 included. Copies of a row set the
+            # same value, so their order does not matter.
+            return jnp.full_like(value, -0.0).at[at].set(change.astype(value.dtype))
+
+        return jax.tree.map(table, updates, params), SignSGDState(state.count + 1)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def is_puzzle_embedding(path: tuple[Any, ...]) -> bool:
+    """Whether a parameter's path is that of the per-puzzle embeddings."""
+    return "puzzle_embedding" in jax.tree_util.keystr(path)
+
+
+def make_optimizer(config: Mapping[str, Any], steps: int) -> optax.GradientTransformationExtraArgs:
+    """Builds the optimiser of a config's `optimizer` section for a run of `steps` steps.
+
+    Its `update` takes the extra argument `rows`, the puzzle ids in the batch.
+    """
     adamw = optax.adamw(
         schedule(config, steps),
         b1=config["b1"],
@@ -60,9 +110,20 @@ def make_optimizer(config: Mapping[str, Any], steps: int) -> optax.GradientTrans
         weight_decay=config["weight_decay"],
         mask=decay_mask,
     )
-    if not config["clip_norm"]:
-        return adamw
-    return optax.chain(optax.clip_by_global_norm(config["clip_norm"]), adamw)
+    dense: optax.GradientTransformation = adamw
+    if config["clip_norm"]:
+        dense = optax.chain(optax.clip_by_global_norm(config["clip_norm"]), adamw)
+    if not config["puzzle_learning_rate"]:
+        return optax.with_extra_args_support(dense)
+    scaled = schedule(config | {"learning_rate": config["puzzle_learning_rate"]}, steps)
+    sparse = sign_sgd_rows(scaled, config["puzzle_weight_decay"])
+
+    def labels(params: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: "rows" if is_puzzle_embedding(path) else "dense", params
+        )
+
+    return optax.partition({"rows": sparse, "dense": dense}, labels)
 
 
 def validate(config: Mapping[str, Any]) -> None:
@@ -75,6 +136,7 @@ def validate(config: Mapping[str, Any]) -> None:
     for key in ("learning_rate", "eps"):
         if not config[key] > 0:
             raise UserError(f"optimizer.{key} must be positive, got {config[key]}")
-    for key in ("weight_decay", "warmup_steps", "final_fraction", "clip_norm"):
+    positive_or_0 = ("puzzle_learning_rate", "puzzle_weight_decay")
+    for key in (*positive_or_0, "weight_decay", "warmup_steps", "final_fraction", "clip_norm"):
         if not config[key] >= 0:
             raise UserError(f"optimizer.{key} must not be negative, got {config[key]}")

@@ -34,6 +34,8 @@ def line(record: Mapping[str, Any], total: int, eval_share: float, time_left: fl
             f"solver steps {record['solver_steps_mean']:.1f}",
             f"converged {record['converged']:.0%}",
         ]
+    if "curriculum_length" in record:
+        parts.append(f"length {record['curriculum_length']:.0f}")
     parts += [f"{record['steps_per_second']:.1f} steps/s", f"evaluation {eval_share:.0%} of time"]
     return " · ".join(parts)
 

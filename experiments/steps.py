@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import optax
 
 import fpr
-from experiments import losses
+from experiments import curriculum, losses
+from experiments.curriculum import Curriculum
 from fpr.adjoints import Unrolled
 from fpr.solvers import select
 
@@ -50,6 +51,7 @@ class TrainState(NamedTuple):
       opt_state: Optax state.
       ema: averaged parameters, or None where `ema` is 0.
       carry: `Carry`, or None in the solve regime.
+      curriculum: `Curriculum`, or None without one.
     """
 
     step: jax.Array
@@ -57,6 +59,7 @@ class TrainState(NamedTuple):
     opt_state: PyTree
     ema: PyTree
     carry: Carry | None
+    curriculum: Curriculum | None
 
 
 def averaged(state: TrainState) -> PyTree:
@@ -84,6 +87,7 @@ def init_state(config: Config, optimizer: optax.GradientTransformation, batch: B
         # A copy: the step donates its input, and one buffer must not be donated twice.
         ema=jax.tree.map(jnp.copy, params) if config["ema"] else None,
         carry=carry,
+        curriculum=curriculum.init(config["train"]["curriculum"]),
     )
 
 
@@ -94,13 +98,17 @@ def _fresh(config: Config, params: PyTree, batch: Batch, key: jax.Array) -> PyTr
 
 
 def make_train_step(
-    config: Config, optimizer: optax.GradientTransformation
+    config: Config, optimizer: optax.GradientTransformation, length: int = 0
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
     """Returns `step(state, batch) -> (state, metrics)`, to be jitted.
 
+    `length` is that of the task's training sequences, at which a curriculum ends; the batches of a
+    curriculum may be cropped to any length that it has not passed.
+
     Metrics: `loss`, `grad_norm`, and sums over the examples whose solve ended in this step (all of
     them in the solve regime): `finished` (their number), `sequences_correct`, `tokens_correct`,
-    `tokens`, `solver_steps`, `converged`.
+    `tokens`, `solver_steps`, `converged`; with a curriculum also its `curriculum_length` and
+    `curriculum_accuracy` after the step.
     """
     objective: Callable[..., Any] = _REGIMES[config["train"]["regime"]]
     root = jax.random.fold_in(jax.random.key(config["seed"]), 1)
@@ -108,9 +116,13 @@ def make_train_step(
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         key = jax.random.fold_in(root, state.step)
+        course = state.curriculum
+        if course is not None:
+            batch = curriculum.mask(batch, course.length)
 
         def loss_fn(params: PyTree) -> tuple[jax.Array, tuple[Carry | None, dict]]:
-            return objective(config, params, state.carry, batch, key)
+            loss, (carry, outcome) = objective(config, params, state.carry, batch, key)
+            return loss, (carry, _metrics(outcome, course))
 
         (loss, (carry, metrics)), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -119,23 +131,43 @@ def make_train_step(
         if ema is not None:
             ema = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, ema, params)
         metrics |= {"loss": loss, "grad_norm": optax.global_norm(grads)}
-        return TrainState(state.step + 1, params, opt_state, ema, carry), metrics
+        if course is not None:
+            counts = metrics.pop("length_correct"), metrics.pop("length_finished")
+            course = curriculum.update(course, config["train"]["curriculum"], length, *counts)
+            metrics |= {
+                "curriculum_length": course.length, "curriculum_accuracy": course.accuracy,
+            }  # fmt: skip
+        return TrainState(state.step + 1, params, opt_state, ema, carry, course), metrics
 
     return step
 
 
+class Outcome(NamedTuple):
+    """What a step's forward pass gave, for its metrics.
+
+    Attributes:
+      out: the model's output.
+      batch: the examples it was given (of the slots, in the carry regime).
+      finished: (B,) bool, the examples whose solve has ended.
+    """
+
+    out: fpr.Output
+    batch: Batch
+    finished: jax.Array
+
+
 def _solve(
     config: Config, params: PyTree, carry: None, batch: Batch, key: jax.Array
-) -> tuple[jax.Array, tuple[None, dict[str, jax.Array]]]:
+) -> tuple[jax.Array, tuple[None, Outcome]]:
     """Loss of the plain regime."""
     out = fpr.apply(config["model"], params, batch, train=True, key=key)
     everyone = jnp.ones(out.steps.shape, bool)
-    return _loss(config, out, batch), (None, _metrics(out, batch, everyone))
+    return _loss(config, out, batch), (None, Outcome(out, batch, everyone))
 
 
 def _window(
     config: Config, params: PyTree, carry: Carry, batch: Batch, key: jax.Array
-) -> tuple[jax.Array, tuple[Carry, dict[str, jax.Array]]]:
+) -> tuple[jax.Array, tuple[Carry, Outcome]]:
     """Loss of one window of deep supervision, and the carry after it."""
     fresh = _fresh(config, jax.lax.stop_gradient(params), batch, key)
     batch = select(carry.done, dict(batch), dict(carry.batch))
@@ -149,7 +181,7 @@ def _window(
     halted = jnp.stack([s.halted for s in out.state]).all(axis=0)
     done = halted | (windows >= train["max_windows"])
     new = Carry(batch=batch, solver=out.state, windows=windows, done=done)
-    return _loss(config, out, batch), (new, _metrics(out, batch, done))
+    return _loss(config, out, batch), (new, Outcome(out, batch, done))
 
 
 _REGIMES: dict[str, Callable[..., Any]] = {"solve": _solve, "carry": _window}
@@ -165,8 +197,9 @@ def _loss(config: Config, out: fpr.Output, batch: Batch) -> jax.Array:
     return loss
 
 
-def _metrics(out: fpr.Output, batch: Batch, finished: jax.Array) -> dict[str, jax.Array]:
+def _metrics(outcome: Outcome, course: Curriculum | None) -> dict[str, jax.Array]:
     """Sums over the finished examples; see `make_train_step`."""
+    out, batch, finished = outcome
     labels = batch["labels"]
     mask = finished[:, None]
     sums = {
@@ -177,4 +210,10 @@ def _metrics(out: fpr.Output, batch: Batch, finished: jax.Array) -> dict[str, ja
         "solver_steps": jnp.where(finished, out.steps, 0),
         "converged": out.converged & finished,
     }
+    if course is not None:
+        counted = finished & curriculum.reaches(labels, course.length)
+        sums |= {
+            "length_finished": counted,
+            "length_correct": sums["sequences_correct"] & counted,
+        }
     return {name: jnp.sum(value).astype(jnp.float32) for name, value in sums.items()}

@@ -11,13 +11,13 @@ import functools
 import math
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import optax
 
-from experiments import optim
+from experiments import curriculum, optim
 from experiments.checkpoint import Checkpoints
 from experiments.context import Run
 from experiments.errors import UserError
@@ -125,14 +125,23 @@ class _Loop:
         steps, batch_size = options["steps"], options["batch_size"]
         if start == steps:
             return state
-        with self.clock.measure("compile"):
-            step_fn = jax.jit(make_train_step(self.config, optimizer), donate_argnums=0)
-            compiled = step_fn.lower(state, self.task.train_batch(start, batch_size)).compile()
+        length = self.task.length
+        step_fn = jax.jit(make_train_step(self.config, optimizer, length), donate_argnums=0)
+        compiled: dict[int, Callable[..., Any]] = {}
+        buckets = curriculum.buckets(options, length)
         self._logged_seconds = self.clock.seconds["train"]
         for step in range(start + 1, steps + 1):
+            # Batches are numbered from 0: step n is made with batch n - 1.
             with self.clock.measure("train"):
-                # Batches are numbered from 0: step n is made with batch n - 1.
-                state, metrics = compiled(state, self.task.train_batch(step - 1, batch_size))
+                batch = self.task.train_batch(step - 1, batch_size)
+                if len(buckets) > 1:
+                    buckets = [n for n in buckets if n >= int(state.curriculum.length)]
+                    batch = curriculum.crop(batch, buckets[0])
+            if buckets[0] not in compiled:
+                with self.clock.measure("compile"):
+                    compiled[buckets[0]] = step_fn.lower(state, batch).compile()
+            with self.clock.measure("train"):
+                state, metrics = compiled[buckets[0]](state, batch)
                 self._pending.append(metrics)
                 stop, evaluate = bool(caught), _due(step, every)
                 save = stop or step == steps or _due(step, self.config["checkpoint"]["every"])
@@ -179,6 +188,7 @@ class _Loop:
             "token_accuracy": share("tokens_correct", "tokens"),
             "solver_steps_mean": share("solver_steps"),
             "converged": share("converged"),
+            **{k: v for k, v in values[-1].items() if k.startswith("curriculum_")},
             "steps_per_second": self._rate,
             **self.clock.record(),
         }
