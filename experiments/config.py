@@ -18,7 +18,7 @@ import jax
 import ml_collections
 import numpy as np
 
-from experiments import curriculum, losses, optim, tasks
+from experiments import carry, curriculum, losses, optim, perturb, tasks
 from experiments.errors import UserError, unknown
 from fpr import registry
 from fpr.models import base
@@ -33,12 +33,26 @@ DEFAULTS: dict[str, Any] = {
         "regime": "solve",  # "solve": spec 1; "carry": deep supervision, spec 2 section 3
         "window": 4,  # carry: applications of f, all differentiated, in one optimiser step
         "max_windows": 128,  # carry: a slot is refilled after this many windows
+        "halting": "fixed_point",  # carry: or earlier: "act" by the Q head; "fixed_iterations": not
+        "exploration": 0.1,  # act: share of examples with a random least number of windows
+        "accumulate": 1,  # parts into which a batch is cut, one after another, to save memory
+        "prefetch": 2,  # batches made ahead by a thread; 0: none
         "log_every": 20,
         "curriculum": {
             "start": 0,  # length of the first training sequences; 0: off
             "threshold": 0.97,  # running sequence accuracy at which they grow
             "increment": 1,
             "decay": 0.9,  # of the running accuracy, per step
+        },
+        # Off by default (spec 2 section 2), as are model.dropout and model.solver.train.noise.
+        "random_cap": {  # on iterations (solve) or windows (carry) of each example
+            "distribution": "none",  # "gamma": Γ(mean, 1), "exponential"
+            "mean": 4.0,
+        },
+        "weight_dropout": 0.0,  # share of the looped layers' matrix entries set to 0 in a step
+        "jacobian": {
+            "weight": 0.0,  # of the penalty ‖∂f/∂z‖²_F / size of z at the solution
+            "step": 0.0,  # 0: by vector-Jacobian products; h > 0: by finite differences of size h
         },
     },
     "optimizer": {
@@ -72,7 +86,7 @@ DEFAULTS: dict[str, Any] = {
 REGIMES = ("solve", "carry")
 
 # Keys that may differ when a run is continued: they do not change what a training step does.
-FREE = ("eval.", "checkpoint.", "train.log_every", "model.solver.eval.")
+FREE = ("eval.", "checkpoint.", "train.log_every", "train.prefetch", "model.solver.eval.")
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -221,6 +235,7 @@ def validate(config: Mapping[str, Any]) -> tasks.Task:
         "train.log_every": train["log_every"],
         "train.window": train["window"],
         "train.max_windows": train["max_windows"],
+        "train.accumulate": train["accumulate"],
         "eval.max_examples": evaluation["max_examples"],
         "eval.batch_size": evaluation["batch_size"],
         "checkpoint.every": checkpoint["every"],
@@ -248,6 +263,14 @@ def validate(config: Mapping[str, Any]) -> tasks.Task:
     optim.validate(config["optimizer"])
     task = tasks.build(config["task"], config["seed"])
     curriculum.validate(train["curriculum"], task)
+    perturb.validate(train, config["model"]["adjoint"]["name"])
+    if train["batch_size"] % train["accumulate"]:
+        raise UserError(
+            f"train.accumulate={train['accumulate']} does not divide train.batch_size="
+            f"{train['batch_size']}"
+        )
+    if train["prefetch"] < 0:
+        raise UserError(f"train.prefetch must be 0 (off) or positive, got {train['prefetch']}")
     _check_model(config, task)
     return task
 
@@ -304,16 +327,13 @@ def _check_model(config: Mapping[str, Any], task: tasks.Task) -> None:
     except (TypeError, ValueError) as error:
         raise UserError(str(error)) from error
     if config["train"]["regime"] == "carry":
-        if not out.state:
-            raise UserError(
-                f"train.regime 'carry' needs a model with a loop, not {model['name']!r}"
-            )
-        halting = model["solver"]["train"]["halting"]
-        if halting == "batch":  # "never": TRM's fixed number of windows, train.max_windows.
-            raise UserError(
-                "train.regime 'carry' refills slots one by one: model.solver.train.halting must be "
-                f"'sample' or 'never', got {halting!r}"
-            )
+        carry.validate(config, out)
+    elif config["train"]["halting"] != "fixed_point":
+        raise UserError(f"train.halting {config['train']['halting']!r} needs train.regime 'carry'")
+    if config["train"]["jacobian"]["weight"] and not out.state:
+        raise UserError(f"train.jacobian needs a model with a loop, not {model['name']!r}")
+    if config["optimizer"]["puzzle_learning_rate"] and not model.get("num_puzzles"):
+        raise UserError("optimizer.puzzle_learning_rate needs model.num_puzzles > 0")
     if config["q_loss_weight"] and out.q_logits is None:
         raise UserError(f"q_loss_weight needs a model with a Q head; {model['name']!r} has none")
 

@@ -13,6 +13,10 @@ from experiments.progress import Progress
 from experiments.tasks import Task
 
 
+# "data": the device had nothing to do because the next batch was not ready.
+ACTIVITIES = ("train", "data", "compile", "evaluation", "checkpoint")
+
+
 class Clock:
     """Wall-clock seconds of a run by activity, summed over its restarts."""
 
@@ -20,7 +24,7 @@ class Clock:
         """`started`: `time.monotonic()` when the program began; None is now."""
         self._started = time.monotonic() if started is None else started
         self._before = 0.0
-        self.seconds = dict.fromkeys(("train", "compile", "evaluation", "checkpoint"), 0.0)
+        self.seconds = dict.fromkeys(ACTIVITIES, 0.0)
 
     def continue_from(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Adds the seconds that the newest training record of an interrupted run holds."""

@@ -32,11 +32,16 @@ def line(record: Mapping[str, Any], total: int, eval_share: float, time_left: fl
         parts += [
             f"sequence accuracy {record['sequence_accuracy']:.3f}",
             f"solver steps {record['solver_steps_mean']:.1f}",
-            f"converged {record['converged']:.0%}",
         ]
+    if record.get("converged") is not None:
+        parts.append(f"converged {record['converged']:.0%}")
     if "curriculum_length" in record:
         parts.append(f"length {record['curriculum_length']:.0f}")
-    parts += [f"{record['steps_per_second']:.1f} steps/s", f"evaluation {eval_share:.0%} of time"]
+    parts += [
+        f"{record['steps_per_second']:.1f} steps/s",
+        f"waiting for data {record['data_wait']:.0%}",
+        f"evaluation {eval_share:.0%} of time",
+    ]
     return " · ".join(parts)
 
 

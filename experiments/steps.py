@@ -1,9 +1,7 @@
 """One optimiser step, compiled: the plain regime and deep supervision with a carry.
 
 "solve" (spec 1 section 4): solve, differentiate by the model's adjoint, update.
-"carry" (spec 2 section 3): a slot keeps its example and solver state between steps; each step runs
-`train.window` more applications of f, all differentiated, and updates. A slot whose solve has ended
-takes the example of the same slot from the step's new batch, with a fresh start.
+"carry" (spec 2 section 3): one window of every slot, see `experiments.carry`.
 """
 
 from __future__ import annotations
@@ -16,30 +14,18 @@ import jax.numpy as jnp
 import optax
 
 import fpr
-from experiments import curriculum, losses
+from experiments import carry as slots
+from experiments import curriculum, losses, perturb
+from experiments.carry import Carry
 from experiments.curriculum import Curriculum
-from fpr.adjoints import Unrolled
-from fpr.solvers import select
+from fpr.models import base
 
 PyTree = Any
 Batch = Mapping[str, Any]
 Config = Mapping[str, Any]
 
-
-class Carry(NamedTuple):
-    """What B slots keep between optimiser steps of the carry regime.
-
-    Attributes:
-      batch: the slots' examples, leaves (B, ...).
-      solver: the solver states of the model's looped layers.
-      windows: (B,) int32, windows that the slot's example has had.
-      done: (B,) bool, the slot takes a new example in the next step.
-    """
-
-    batch: Batch
-    solver: PyTree
-    windows: jax.Array
-    done: jax.Array
+# Folded into a step's key (weights) or a sample's keys of a step: what each draw is for.
+_CAP, _JACOBIAN, _WEIGHTS = 2**28, 2**28 + 1, 2**28 + 2
 
 
 class TrainState(NamedTuple):
@@ -73,13 +59,7 @@ def init_state(config: Config, optimizer: optax.GradientTransformation, batch: B
     params = fpr.init(config["model"], key, batch)
     carry = None
     if config["train"]["regime"] == "carry":
-        size = batch["tokens"].shape[0]
-        carry = Carry(
-            batch=jax.tree.map(jnp.asarray, dict(batch)),
-            solver=_fresh(config, params, batch, key),
-            windows=jnp.zeros((size,), jnp.int32),
-            done=jnp.ones((size,), bool),
-        )
+        carry = slots.init(config, params, batch, key)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
@@ -89,12 +69,6 @@ def init_state(config: Config, optimizer: optax.GradientTransformation, batch: B
         carry=carry,
         curriculum=curriculum.init(config["train"]["curriculum"]),
     )
-
-
-def _fresh(config: Config, params: PyTree, batch: Batch, key: jax.Array) -> PyTree:
-    """Solver states at z0: a solve of no steps; the rest of the model is dead code to XLA."""
-    state = fpr.apply(config["model"], params, batch, train=True, key=key, max_steps=0).state
-    return jax.lax.stop_gradient(state)
 
 
 def make_train_step(
@@ -108,11 +82,11 @@ def make_train_step(
     Metrics: `loss`, `grad_norm`, and sums over the examples whose solve ended in this step (all of
     them in the solve regime): `finished` (their number), `sequences_correct`, `tokens_correct`,
     `tokens`, `solver_steps`, `converged`; with a curriculum also its `curriculum_length` and
-    `curriculum_accuracy` after the step.
+    `curriculum_accuracy` after the step, with a Jacobian penalty also `jacobian_norm`.
     """
-    objective: Callable[..., Any] = _REGIMES[config["train"]["regime"]]
+    train, decay = config["train"], config["ema"]
     root = jax.random.fold_in(jax.random.key(config["seed"]), 1)
-    decay = config["ema"]
+    tx = optax.with_extra_args_support(optimizer)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         key = jax.random.fold_in(root, state.step)
@@ -120,12 +94,20 @@ def make_train_step(
         if course is not None:
             batch = curriculum.mask(batch, course.length)
 
-        def loss_fn(params: PyTree) -> tuple[jax.Array, tuple[Carry | None, dict]]:
-            loss, (carry, outcome) = objective(config, params, state.carry, batch, key)
-            return loss, (carry, _metrics(outcome, course))
+        def loss_fn(params: PyTree, carry: Carry | None, batch: Batch, keys: jax.Array) -> Any:
+            params = perturb.drop_weights(
+                params, train["weight_dropout"], jax.random.fold_in(key, _WEIGHTS)
+            )
+            loss, metrics, carry = _objective(config, params, carry, batch, keys, course)
+            return loss, (metrics, carry)
 
-        (loss, (carry, metrics)), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        parts = (state.carry, dict(batch), base.sample_keys(key, batch["tokens"].shape[0]))
+        (loss, metrics, grads), carry = _accumulated(
+            loss_fn, state.params, parts, train["accumulate"]
+        )
+        seen = batch if carry is None else carry.batch
+        rows = seen.get("puzzle_ids", jnp.zeros((1,), jnp.int32))  # Without ids all is puzzle 0.
+        updates, opt_state = tx.update(grads, state.opt_state, state.params, rows=rows)
         params = optax.apply_updates(state.params, updates)
         ema = state.ema
         if ema is not None:
@@ -133,7 +115,7 @@ def make_train_step(
         metrics |= {"loss": loss, "grad_norm": optax.global_norm(grads)}
         if course is not None:
             counts = metrics.pop("length_correct"), metrics.pop("length_finished")
-            course = curriculum.update(course, config["train"]["curriculum"], length, *counts)
+            course = curriculum.update(course, train["curriculum"], length, *counts)
             metrics |= {
                 "curriculum_length": course.length, "curriculum_accuracy": course.accuracy,
             }  # fmt: skip
@@ -142,49 +124,70 @@ def make_train_step(
     return step
 
 
-class Outcome(NamedTuple):
-    """What a step's forward pass gave, for its metrics.
+def _accumulated(
+    loss_fn: Callable[..., Any], params: PyTree, parts: PyTree, count: int
+) -> tuple[tuple[jax.Array, dict[str, jax.Array], PyTree], Carry | None]:
+    """((loss, metrics, gradients), carry) of a batch, in `count` equal parts one after another.
 
-    Attributes:
-      out: the model's output.
-      batch: the examples it was given (of the slots, in the carry regime).
-      finished: (B,) bool, the examples whose solve has ended.
+    The loss is a mean over examples, so the mean over parts is that of the whole batch; metrics
+    are sums. Memory is that of one part, and the carry of all.
+
+    Args:
+      loss_fn: (params, *parts) -> (loss, (metrics, carry)).
+      params: what is differentiated.
+      parts: (carry, batch, keys), leaves (B, ...) with B a multiple of `count`.
+      count: number of parts.
     """
+    gradient = jax.value_and_grad(loss_fn, has_aux=True)
 
-    out: fpr.Output
-    batch: Batch
-    finished: jax.Array
+    def one(part: PyTree) -> tuple[tuple[jax.Array, dict[str, jax.Array], PyTree], Carry | None]:
+        (loss, (metrics, carry)), grads = gradient(params, *part)
+        # Means are divided before they are added up; sums are not.
+        means = jax.tree.map(lambda a: a / count, (loss, grads)) if count > 1 else (loss, grads)
+        return (means[0], metrics, means[1]), carry
 
+    if count == 1:
+        return one(parts)
 
-def _solve(
-    config: Config, params: PyTree, carry: None, batch: Batch, key: jax.Array
-) -> tuple[jax.Array, tuple[None, Outcome]]:
-    """Loss of the plain regime."""
-    out = fpr.apply(config["model"], params, batch, train=True, key=key)
-    everyone = jnp.ones(out.steps.shape, bool)
-    return _loss(config, out, batch), (None, Outcome(out, batch, everyone))
+    def body(total: PyTree, part: PyTree) -> tuple[PyTree, Carry | None]:
+        sums, carry = one(part)
+        return jax.tree.map(jnp.add, total, sums), carry
 
-
-def _window(
-    config: Config, params: PyTree, carry: Carry, batch: Batch, key: jax.Array
-) -> tuple[jax.Array, tuple[Carry, Outcome]]:
-    """Loss of one window of deep supervision, and the carry after it."""
-    fresh = _fresh(config, jax.lax.stop_gradient(params), batch, key)
-    batch = select(carry.done, dict(batch), dict(carry.batch))
-    solver = select(carry.done, fresh, carry.solver)
-    windows = jnp.where(carry.done, 0, carry.windows) + 1
-    train = config["train"]
-    out = fpr.apply(
-        config["model"], params, batch,
-        train=True, key=key, state=solver, adjoint=Unrolled(), max_steps=train["window"],
-    )  # fmt: skip
-    halted = jnp.stack([s.halted for s in out.state]).all(axis=0)
-    done = halted | (windows >= train["max_windows"])
-    new = Carry(batch=batch, solver=out.state, windows=windows, done=done)
-    return _loss(config, out, batch), (new, Outcome(out, batch, done))
+    split = jax.tree.map(lambda a: a.reshape(count, a.shape[0] // count, *a.shape[1:]), parts)
+    shapes = jax.eval_shape(one, jax.tree.map(lambda a: a[0], split))[0]
+    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+    total, carries = jax.lax.scan(body, zeros, split)
+    return total, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), carries)
 
 
-_REGIMES: dict[str, Callable[..., Any]] = {"solve": _solve, "carry": _window}
+def _objective(
+    config: Config,
+    params: PyTree,
+    carry: Carry | None,
+    batch: Batch,
+    keys: jax.Array,
+    course: Curriculum | None,
+) -> tuple[jax.Array, dict[str, jax.Array], Carry | None]:
+    """Loss, metrics (see `make_train_step`) and the carry after the step."""
+    train, model = config["train"], config["model"]
+    if carry is None:
+        most = model["solver"]["train"]["max_steps"]
+        caps = perturb.random_caps(train["random_cap"], base.fold_in(keys, _CAP), most)
+        out = fpr.apply(model, params, batch, train=True, key=keys, max_steps=caps)
+        finished = jnp.ones(out.steps.shape, bool)
+    else:
+        out, carry = slots.window(config, params, carry, batch, keys)
+        batch, finished = carry.batch, carry.done
+    loss, metrics = _loss(config, out, batch), _metrics(out, batch, finished, course)
+    jacobian = train["jacobian"]
+    if jacobian["weight"]:
+        norms = fpr.build(model).apply(
+            {"params": params}, batch, out.state, base.fold_in(keys, _JACOBIAN),
+            step=jacobian["step"], method="jacobian_norm",
+        )  # fmt: skip
+        loss += jacobian["weight"] * jnp.mean(norms)
+        metrics["jacobian_norm"] = jnp.sum(norms)
+    return loss, metrics, carry
 
 
 def _loss(config: Config, out: fpr.Output, batch: Batch) -> jax.Array:
@@ -197,9 +200,10 @@ def _loss(config: Config, out: fpr.Output, batch: Batch) -> jax.Array:
     return loss
 
 
-def _metrics(outcome: Outcome, course: Curriculum | None) -> dict[str, jax.Array]:
+def _metrics(
+    out: fpr.Output, batch: Batch, finished: jax.Array, course: Curriculum | None
+) -> dict[str, jax.Array]:
     """Sums over the finished examples; see `make_train_step`."""
-    out, batch, finished = outcome
     labels = batch["labels"]
     mask = finished[:, None]
     sums = {

@@ -22,6 +22,7 @@ from experiments.checkpoint import Checkpoints
 from experiments.context import Run
 from experiments.errors import UserError
 from experiments.evaluate import Evaluator
+from experiments.prefetch import Prefetch
 from experiments.progress import line
 from experiments.result import finish
 from experiments.steps import TrainState, averaged, init_state, make_train_step
@@ -111,7 +112,9 @@ class _Loop:
         self.results: dict[int, dict[str, Any]] = {}
         self._evaluator = Evaluator(run)
         self._pending: list[dict[str, jax.Array]] = []
-        self._logged_seconds = self._eval_seconds = self._rate = 0.0
+        self._logged: dict[str, float] = {}
+        self._eval_seconds = self._rate = 0.0
+        self._fixed_loops = self.config["model"]["solver"]["train"]["halting"] == "never"
 
     def run(
         self,
@@ -121,22 +124,43 @@ class _Loop:
         caught: list[int],
     ) -> TrainState:
         """Makes the steps start+1..train.steps; returns the last state."""
-        options, every = self.config["train"], self.config["eval"]["every"]
+        options = self.config["train"]
         steps, batch_size = options["steps"], options["batch_size"]
         if start == steps:
             return state
-        length = self.task.length
+        # Batches are numbered from 0: step n is made with batch n - 1.
+        batches = Prefetch(
+            lambda number: self.task.train_batch(number, batch_size),
+            range(start, steps), options["prefetch"],
+        )  # fmt: skip
+        with batches:
+            return self._steps(state, start, optimizer, caught, batches)
+
+    def _steps(
+        self,
+        state: TrainState,
+        start: int,
+        optimizer: optax.GradientTransformation,
+        caught: list[int],
+        batches: Prefetch,
+    ) -> TrainState:
+        """`run` with the batches of its steps."""
+        options, every = self.config["train"], self.config["eval"]["every"]
+        steps, length = options["steps"], self.task.length
         step_fn = jax.jit(make_train_step(self.config, optimizer, length), donate_argnums=0)
         compiled: dict[int, Callable[..., Any]] = {}
         buckets = curriculum.buckets(options, length)
-        self._logged_seconds = self.clock.seconds["train"]
+        self._logged = dict(self.clock.seconds)
         for step in range(start + 1, steps + 1):
-            # Batches are numbered from 0: step n is made with batch n - 1.
             with self.clock.measure("train"):
-                batch = self.task.train_batch(step - 1, batch_size)
                 if len(buckets) > 1:
                     buckets = [n for n in buckets if n >= int(state.curriculum.length)]
-                    batch = curriculum.crop(batch, buckets[0])
+                if not batches.ready:
+                    jax.block_until_ready(state)  # Until here the device was busy, not waiting.
+            with self.clock.measure("data"):
+                batch = batches.get()
+            if len(buckets) > 1:
+                batch = curriculum.crop(batch, buckets[0])
             if buckets[0] not in compiled:
                 with self.clock.measure("compile"):
                     compiled[buckets[0]] = step_fn.lower(state, batch).compile()
@@ -168,9 +192,10 @@ class _Loop:
                 if not math.isfinite(v[name]):
                     raise Diverged(f"{name} is {v[name]} at step {at}")
         total = {k: sum(v[k] for v in values) for k in values[0]}
-        seconds = self.clock.seconds["train"]
-        self._rate = len(values) / max(seconds - self._logged_seconds, 1e-9)
-        self._logged_seconds = seconds
+        spent = {k: v - self._logged[k] for k, v in self.clock.seconds.items()}
+        self._logged = dict(self.clock.seconds)
+        seconds = max(spent["train"] + spent["data"], 1e-9)
+        self._rate = len(values) / seconds
         steps = self.config["train"]["steps"]
         schedule = optim.schedule(self.config["optimizer"], steps)
 
@@ -187,11 +212,16 @@ class _Loop:
             "sequence_accuracy": share("sequences_correct"),
             "token_accuracy": share("tokens_correct", "tokens"),
             "solver_steps_mean": share("solver_steps"),
-            "converged": share("converged"),
+            # A fixed number of loops is not a solve that could fail.
+            "converged": None if self._fixed_loops else share("converged"),
             **{k: v for k, v in values[-1].items() if k.startswith("curriculum_")},
             "steps_per_second": self._rate,
+            "data_wait": spent["data"] / seconds,
             **self.clock.record(),
         }
+        if "jacobian_norm" in total:
+            examples = len(values) * self.config["train"]["batch_size"]
+            record["jacobian_norm"] = total["jacobian_norm"] / examples
         self.log.add(record)
         text = line(record, steps, self.clock.eval_share, self._time_left(step))
         self.progress.update(text, last=step == steps)

@@ -58,6 +58,7 @@ def fixed_point(
     adjoint: Adjoint = OneStep(),
     state: SolverState | None = None,
     max_steps: jax.Array | int | None = None,
+    key: jax.Array | None = None,
 ) -> Solution:
     """Solves z = f(params, x, z) for each sample of a batch.
 
@@ -81,6 +82,8 @@ def fixed_point(
       state: continue from an earlier Solution's state instead of z0 (which then only gives shapes).
       max_steps: cap for this call, overriding the solver's; whole number or (B,), may be traced
         (not for `Unrolled`).
+      key: (B, K) uint32 key data, one per sample (`jax.random.key_data`), for a solver with noise;
+        kept in the state, and not used when going on from one.
 
     Returns:
       A `Solution`.
@@ -94,9 +97,9 @@ def fixed_point(
     f, (params, consts) = _explicit(f, params, x, z0)
     fresh = solver.init(z0)
     if state is None:
-        state = fresh
+        state = fresh._replace(key=key)
     else:
-        _check_state(state, fresh)
+        _check_state(state, fresh._replace(key=state.key))
     value, state = adjoint.solve(f, solver, (params, consts), x, state, max_steps)
     state = jax.lax.stop_gradient(state)
     return Solution(

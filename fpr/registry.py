@@ -137,6 +137,8 @@ def apply(
     Returns:
       An `Output`.
     """
+    if not train and config.get("dropout"):
+        config = to_dict(config) | {"dropout": 0.0}
     model = build(config)
     if solver is None:
         solver = base.make_solver(model.config.solver, train)

@@ -41,6 +41,8 @@ class SolverState(NamedTuple):
       steps: (B,) int32, applications of f that this sample took part in.
       halted: (B,) bool, the sample is frozen.
       failed: (B,) bool, f returned NaN or inf for this sample.
+      key: (B, K) uint32, key data of the randomness that belongs to the sample's solve (noise,
+        dropout masks), or None without any.
     """
 
     z: PyTree
@@ -52,6 +54,14 @@ class SolverState(NamedTuple):
     steps: jax.Array
     halted: jax.Array
     failed: jax.Array
+    key: jax.Array | None = None
+
+
+class Measured(NamedTuple):
+    """f(z) with its residual (B,), for a z that only stands for the iterate that is measured."""
+
+    value: PyTree
+    residual: jax.Array
 
 
 def batch_size(tree: PyTree) -> int:
@@ -133,6 +143,8 @@ class Damped:
       return_best: the value is the iterate with the smallest measured residual instead of the last
         one. It is defined from the first iteration on (z0 is the first candidate), and its residual
         is the one that `Solution.residual` then reports.
+      noise: standard deviation of normal noise added to the iterate after each move, fresh in
+        every iteration (spec 2 section 2, off by default); needs the state to have a `key`.
     """
 
     step_size: float = 1.0
@@ -145,6 +157,7 @@ class Damped:
     stop_fraction: float = 1.0
     residual: str = "current"
     return_best: bool = False
+    noise: float = 0.0
 
     def __post_init__(self) -> None:
         def check(name: str, ok: bool, allowed: str) -> None:
@@ -160,6 +173,7 @@ class Damped:
         check("min_step_size", self.min_step_size >= 0.0, "min_step_size >= 0")
         check("halting", self.halting in ("sample", "batch", "never"), "sample, batch, never")
         check("stop_fraction", 0.0 < self.stop_fraction <= 1.0, "0 < stop_fraction <= 1")
+        check("noise", self.noise >= 0.0, "noise >= 0")
         check("residual", self.residual in ("current", "best"), "current, best")
 
     def init(self, z0: PyTree) -> SolverState:
@@ -179,12 +193,17 @@ class Damped:
         )
 
     def update(self, state: SolverState, fz: PyTree, go: jax.Array | None = None) -> SolverState:
-        """One iteration. `fz` = f(state.z), pytree of (B, ...); `go` (B,): who takes part."""
+        """One iteration. `fz` = f(state.z), pytree of (B, ...); `go` (B,): who takes part.
+
+        An `fz` of the type `Measured` brings its own residual.
+        """
         live = ~state.halted if go is None else ~state.halted & go
+        fz, measured = fz if isinstance(fz, Measured) else (fz, None)
         fz = jax.tree.map(lambda new, old: new.astype(old.dtype), fz, state.z)
         ok = finite(jax.lax.stop_gradient(fz))
         moved = live & ok
-        r = jnp.where(ok, residual(fz, state.z), jnp.inf)
+        r = residual(fz, state.z) if measured is None else measured
+        r = jnp.where(ok, r, jnp.inf)
 
         # η before any decay moves the iterate; frozen and failed samples keep theirs.
         eta = state.step_size
@@ -194,7 +213,10 @@ class Damped:
             # f(z) itself at η = 1: η f + (1-η) z would cost it a rounding.
             return jnp.where(s == 1, new, s * new + (1 - s) * old)
 
-        z = select(moved, jax.tree.map(move, fz, state.z), state.z)
+        target = jax.tree.map(move, fz, state.z)
+        if self.noise:
+            target = jax.tree.map(jnp.add, target, self._noise(state))
+        z = select(moved, target, state.z)
 
         better = moved & (r < state.best_residual)
         best_z = select(better, state.z, state.best_z) if self.return_best else None
@@ -216,8 +238,23 @@ class Damped:
             steps=state.steps + live.astype(jnp.int32),
             halted=state.halted,
             failed=failed,
+            key=state.key,
         )
         return new._replace(halted=state.halted | failed | (live & self._stop(new)))
+
+    def _noise(self, state: SolverState) -> PyTree:
+        """The noise of this iteration, like z: a function of each sample's key and steps."""
+        if state.key is None:
+            raise ValueError(f"Damped: noise={self.noise!r} needs a key for every sample")
+        keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(state.key), state.steps)
+        leaves, treedef = jax.tree.flatten(state.z)
+
+        def draw(i: int, leaf: jax.Array) -> jax.Array:
+            return self.noise * jax.vmap(
+                lambda key: jax.random.normal(jax.random.fold_in(key, i), leaf.shape[1:])
+            )(keys).astype(leaf.dtype)
+
+        return jax.tree.unflatten(treedef, [draw(i, leaf) for i, leaf in enumerate(leaves)])
 
     def tested_residual(self, state: SolverState) -> jax.Array:
         """(B,) the residual that is compared with the tolerance and reported."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,11 +17,12 @@ import jax
 import jax.numpy as jnp
 
 from fpr import adjoints, solvers
-from fpr.adjoints import Adjoint
+from fpr.adjoints import Adjoint, OneStep
 from fpr.fixed_point import Trace, fixed_point, trace
 from fpr.solvers import Damped, SolverState
 
 PyTree = Any
+_SOLVE = 2**30  # Folded into the keys of what is random within a solve: dropout, noise.
 IGNORE_LABEL = -100  # Positions with this label count in no loss and no metric.
 
 
@@ -71,6 +73,41 @@ class Layer(nn.Module):
         """The stream after the layer, its residual connection included."""
         raise TypeError(f"{type(self).__name__} does not define readout")
 
+    @property
+    def dropout(self) -> float:
+        """Rate of the layer's variational dropout."""
+        return 0.0
+
+    def drop(self, x: PyTree, key: jax.Array) -> PyTree:
+        """x with the dropout masks of one solve, for a layer that has dropout; key: (B,) keys."""
+        raise TypeError(f"{type(self).__name__} does not define drop")
+
+
+class SequentialLayer(Layer):
+    """A layer that can go on where an earlier call stopped, so that it decodes token by token.
+
+    Its cache is all it remembers of the tokens so far, a pytree whose leaves lead with B. The
+    parallel form takes it as its start; decoding a token is that form with T = 1, and nothing else.
+    """
+
+    def check_sequential(self, length: int) -> None:
+        """Raises ValueError where the options rule decoding out, or decoding `length` tokens."""
+
+    def init_cache(self, batch_size: int) -> PyTree:
+        """The cache before the first token."""
+        raise TypeError(f"{type(self).__name__} does not define init_cache")
+
+    def inject(self, h: jax.Array, cache: PyTree = None) -> PyTree:
+        """x, with what the tokens before h left in `cache`; None: h is the beginning.
+
+        With a cache, x also holds what `next_cache` needs.
+        """
+        raise TypeError(f"{type(self).__name__} does not define inject")
+
+    def next_cache(self, x: PyTree, z: PyTree) -> PyTree:
+        """The cache after h, from the x that a cache went into and the solution z."""
+        raise TypeError(f"{type(self).__name__} does not define next_cache")
+
 
 def as_function(layer: Layer) -> tuple[Callable[[PyTree, PyTree, PyTree], PyTree], PyTree]:
     """A bound layer's `step` as a pure f(params, x, z), and its parameters.
@@ -112,20 +149,71 @@ class Model(nn.Module):
         state: tuple[SolverState, ...] | None = None,
         max_steps: jax.Array | int | None = None,
     ) -> Output:
+        return self._run(batch, None, solver, adjoint, key, state, max_steps)[0]
+
+    def init_cache(self, batch_size: int) -> tuple[PyTree, ...]:
+        """Each layer's cache before the first token."""
+        self.check_sequential(1)
+        return tuple(layer.init_cache(batch_size) for layer in self.layers)
+
+    def extend(
+        self,
+        batch: Mapping[str, jax.Array],
+        cache: tuple[PyTree, ...] | None,
+        *,
+        solver: Damped,
+        max_steps: jax.Array | int | None = None,
+    ) -> tuple[Output, tuple[PyTree, ...]]:
+        """The tokens of `batch` after those that `cache` remembers; None: from the beginning."""
+        check_batch(batch)
+        self.check_sequential(batch["tokens"].shape[1])
+        if cache is None:
+            cache = self.init_cache(batch["tokens"].shape[0])
+        return self._run(batch, cache, solver, OneStep(), None, None, max_steps)
+
+    def check_sequential(self, length: int) -> None:
+        """Raises ValueError unless the model can decode `length` tokens one by one."""
+        for layer in self.layers:
+            if not isinstance(layer, SequentialLayer):
+                raise ValueError(
+                    f"{type(self).__name__} reads its whole input at once: it cannot decode token "
+                    "by token; the recurrent models and the causal transformer can"
+                )
+            layer.check_sequential(length)
+
+    def _run(
+        self,
+        batch: Mapping[str, jax.Array],
+        cache: tuple[PyTree, ...] | None,
+        solver: Damped,
+        adjoint: Adjoint,
+        key: jax.Array | None,
+        state: tuple[SolverState, ...] | None,
+        max_steps: jax.Array | int | None,
+    ) -> tuple[Output, tuple[PyTree, ...]]:
+        """The output and each layer's next cache (none without a cache)."""
         check_batch(batch)
         h = self.embed(batch)
         states: list[SolverState] = []
         loops = sum(layer.loop for layer in self.layers)
         if state is not None and len(state) != loops:
             raise ValueError(f"state holds {len(state)} solver states, the model has {loops} loops")
-        steps, residuals, converged = [], [], []
+        steps, residuals, converged, caches = [], [], [], []
         for i, layer in enumerate(self.layers):
-            x = layer.inject(h)
+            x = layer.inject(h) if cache is None else layer.inject(h, cache[i])
             carried = state[len(states)] if state is not None and layer.loop else None
             if carried is not None:
                 z0 = carried.z
             else:
                 z0 = layer.init_state(x, None if key is None else fold_in(key, i))
+            data = None  # of the keys of the solve's own randomness
+            if carried is not None:
+                data = carried.key
+            elif key is not None and (layer.dropout or (layer.loop and solver.noise)):
+                keys = fold_in(sample_keys(fold_in(key, i), h.shape[0]), _SOLVE)
+                data = jax.random.key_data(keys)
+            if layer.dropout and data is not None:
+                x = layer.drop(x, jax.random.wrap_key_data(data))
             if self.is_initializing() or not layer.loop:
                 z = layer.step(x, z0)  # Also creates the parameters of f.
             if layer.loop:
@@ -137,22 +225,26 @@ class Model(nn.Module):
                     solution = fixed_point(
                         f, params, x, z0,
                         solver=solver, adjoint=adjoint, state=carried, max_steps=max_steps,
+                        key=data,
                     )  # fmt: skip
                     z = solution.value
                     states.append(solution.state)
                     steps.append(solution.steps)
                     residuals.append(solution.residual)
                     converged.append(solution.converged)
+            if cache is not None:
+                caches.append(layer.next_cache(x, z))
             h = layer.readout(h, x, z)
         logits, q_logits = self.head(h)
         b = h.shape[0]
         if not steps:
-            return Output(
+            output = Output(
                 logits, jnp.ones((b,), jnp.int32), jnp.zeros((b,)), jnp.ones((b,), bool),
                 jnp.zeros((b, 0), jnp.int32), q_logits, tuple(states),
             )  # fmt: skip
+            return output, tuple(caches)
         layer_steps = jnp.stack(steps, axis=1)
-        return Output(
+        output = Output(
             logits,
             layer_steps.sum(axis=1),
             jnp.stack(residuals).max(axis=0),
@@ -161,6 +253,46 @@ class Model(nn.Module):
             q_logits,
             tuple(states),
         )
+        return output, tuple(caches)
+
+    def jacobian_norm(
+        self,
+        batch: Mapping[str, jax.Array],
+        state: tuple[SolverState, ...],
+        key: jax.Array,
+        *,
+        step: float = 0.0,
+    ) -> jax.Array:
+        """Estimate of ‖∂f/∂z‖²_F / n at each sample's iterate, averaged over the loops.
+
+        n is the size of the sample's z. With ε ~ N(0, 1) both E‖Jᵀε‖² and E‖Jε‖² are ‖J‖²_F
+        (Hutchinson); one ε is drawn for every sample and loop.
+
+        Args:
+          batch: as for a call.
+          state: the looped layers' states, from an `Output`; their iterates count as constants.
+          key: PRNG key, or (B,) of them.
+          step: 0 takes Jᵀε by a vector-Jacobian product; h > 0 takes (f(z + hε) - f(z)) / h.
+
+        Returns:
+          (B,) float32, differentiable with respect to the parameters.
+        """
+        h, norms, rest = self.embed(batch), [], list(state)
+        for i, layer in enumerate(self.layers):
+            x = layer.inject(h)
+            if not layer.loop:
+                h = layer.readout(h, x, layer.step(x, layer.init_state(x, None)))
+                continue
+            carried = rest.pop(0)
+            if layer.dropout and carried.key is not None:
+                x = layer.drop(x, jax.random.wrap_key_data(carried.key))
+            z = jax.lax.stop_gradient(carried.z)
+            keys = sample_keys(fold_in(key, i), h.shape[0])
+            norms.append(_jacobian_norm(*as_function(layer), x, z, keys, step))
+            h = layer.readout(h, x, z)
+        if not norms:
+            raise ValueError(f"{type(self).__name__} has no loop, so f has no Jacobian")
+        return jnp.mean(jnp.stack(norms), axis=0)
 
     def trace_layer(
         self,
@@ -181,6 +313,38 @@ class Model(nn.Module):
                 return trace(f, params, x, z0, solver=solver, steps=steps)
             h = layer.readout(h, x, layer.step(x, z0))
         raise ValueError(f"{type(self).__name__} has no loop to trace")
+
+
+def _jacobian_norm(
+    f: Callable[[PyTree, PyTree, PyTree], PyTree],
+    params: PyTree,
+    x: PyTree,
+    z: PyTree,
+    keys: jax.Array,
+    step: float,
+) -> jax.Array:
+    """One loop's part of `Model.jacobian_norm`, (B,)."""
+    leaves, treedef = jax.tree.flatten(z)
+
+    def draw(i: int, leaf: jax.Array) -> jax.Array:
+        one = functools.partial(jax.random.normal, shape=leaf.shape[1:], dtype=leaf.dtype)
+        return jax.vmap(one)(fold_in(keys, i))
+
+    noise = jax.tree.unflatten(treedef, [draw(i, leaf) for i, leaf in enumerate(leaves)])
+
+    def at(z: PyTree) -> PyTree:
+        return jax.tree.map(lambda new, old: new.astype(old.dtype), f(params, x, z), z)
+
+    if step:
+        moved = at(jax.tree.map(lambda a, e: a + step * e, z, noise))
+        product = jax.tree.map(lambda a, b: (a - b) / step, moved, at(z))
+    else:
+        (product,) = jax.vjp(at, z)[1](noise)
+    total, size = jnp.zeros((keys.shape[0],)), 0
+    for leaf in jax.tree.leaves(product):
+        total += jnp.sum(jnp.square(leaf.reshape(leaf.shape[0], -1)), axis=1, dtype=jnp.float32)
+        size += leaf.size // leaf.shape[0]
+    return total / size
 
 
 def check_batch(batch: Mapping[str, jax.Array]) -> None:
