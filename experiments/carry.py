@@ -106,9 +106,10 @@ def window(
     )  # fmt: skip
     windows = now.windows + 1
     done = windows >= (train["max_windows"] if now.most is None else now.most)
+    done |= jnp.stack([s.failed for s in out.state]).any(axis=0)  # NaN: nothing to go on from
     if train["halting"] == "fixed_point":
         done |= jnp.stack([s.halted for s in out.state]).all(axis=0)
-    elif train["halting"] == "act":
+    elif train["halting"] == "act" and out.q_logits is not None:  # `validate` asks for them.
         done |= (out.q_logits[:, 0] > 0) & (windows >= now.least)
     return out, now._replace(solver=out.state, windows=windows, done=done)
 

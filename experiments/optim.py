@@ -115,7 +115,7 @@ def make_optimizer(config: Mapping[str, Any], steps: int) -> optax.GradientTrans
         dense = optax.chain(optax.clip_by_global_norm(config["clip_norm"]), adamw)
     if not config["puzzle_learning_rate"]:
         return optax.with_extra_args_support(dense)
-    scaled = schedule(config | {"learning_rate": config["puzzle_learning_rate"]}, steps)
+    scaled = schedule(dict(config) | {"learning_rate": config["puzzle_learning_rate"]}, steps)
     sparse = sign_sgd_rows(scaled, config["puzzle_weight_decay"])
 
     def labels(params: Any) -> Any:

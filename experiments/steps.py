@@ -45,7 +45,7 @@ class TrainState(NamedTuple):
     opt_state: PyTree
     ema: PyTree
     carry: Carry | None
-    curriculum: Curriculum | None
+    curriculum: Curriculum | None = None
 
 
 def averaged(state: TrainState) -> PyTree:
@@ -181,7 +181,7 @@ def _objective(
     loss, metrics = _loss(config, out, batch), _metrics(out, batch, finished, course)
     jacobian = train["jacobian"]
     if jacobian["weight"]:
-        norms = fpr.build(model).apply(
+        norms: Any = fpr.build(model).apply(
             {"params": params}, batch, out.state, base.fold_in(keys, _JACOBIAN),
             step=jacobian["step"], method="jacobian_norm",
         )  # fmt: skip

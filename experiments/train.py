@@ -153,7 +153,7 @@ class _Loop:
         self._logged = dict(self.clock.seconds)
         for step in range(start + 1, steps + 1):
             with self.clock.measure("train"):
-                if len(buckets) > 1:
+                if len(buckets) > 1 and state.curriculum is not None:
                     buckets = [n for n in buckets if n >= int(state.curriculum.length)]
                 if not batches.ready:
                     jax.block_until_ready(state)  # Until here the device was busy, not waiting.

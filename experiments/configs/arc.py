@@ -8,13 +8,13 @@ Variants:
   fprm: the paper's sizes for ARC-AGI-1: 1000 augmentations, a puzzle embedding for each augmented
     task, batch 768, 104,167 steps (100k epochs of one example per task) in bfloat16.
     Needs an accelerator: the puzzle embedding alone has 800,801 rows of 512 (1.6 GB, times four
-    with the optimiser's state and the averaged weights). Paper: 47.5% (pass@2, 1000 votes).
+    with the averaged weights, the gradient and the update). Paper: 47.5% (pass@2, 1000 votes).
   fprm_arc2: the same for ARC-AGI-2 (1,121,121 rows, 145,834 steps). Paper: 6.2%.
 
-Not yet the paper's recipe: it updates the puzzle embeddings by sign-SGD on the rows in the batch,
-here they are trained by AdamW like all else. The paper does not give a1 and a2 for ARC; those of
-Sudoku and Maze are used. Not run here. During training one vote each is evaluated; to score as the
-paper does, evaluate the finished run with
+Puzzle embeddings are updated by sign-SGD on the rows in the batch. Where memory is short, set
+`--config.train.accumulate=8`: the same step in eight parts. The paper does not give a1 and a2 for
+ARC; those of Sudoku and Maze are used. Not run here. During training one vote each is evaluated;
+to score as the paper does, evaluate the finished run with
 `--mode=eval --config.task.votes=1001 --config.eval.max_examples=500000`.
 """
 
@@ -74,6 +74,8 @@ def get_config(variant: str = "fprm") -> ConfigDict:
                 "b2": 0.95,
                 "weight_decay": 0.1,
                 "warmup_steps": 2000,
+                "puzzle_learning_rate": 1e-2,
+                "puzzle_weight_decay": 0.1,
             },
             "ema": 0.999,
             "loss": "stablemax",

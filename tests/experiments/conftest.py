@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from experiments import config as configs
+from experiments import train as training
 from experiments.context import Run
 from experiments.progress import Progress
 
@@ -60,3 +61,10 @@ def new_run(path, **changes):
 def make_run(tmp_path):
     """`new_run` in the test's own directory."""
     return lambda **changes: new_run(tmp_path / "run", **changes)
+
+
+@pytest.fixture
+def only_training(monkeypatch):
+    """Leaves out the final evaluation of `train` and its figures."""
+    monkeypatch.setattr(training._Loop, "evaluate", lambda *_: {})
+    monkeypatch.setattr(training, "finish", lambda *_: {})

@@ -66,13 +66,6 @@ def test_buckets_double():
     assert curriculum.buckets(train | {"regime": "carry"}, 20) == [20]
 
 
-@pytest.fixture
-def only_training(monkeypatch):
-    """Leaves out the final evaluation and its figures."""
-    monkeypatch.setattr(training._Loop, "evaluate", lambda *_: {})
-    monkeypatch.setattr(training, "finish", lambda *_: {})
-
-
 @pytest.mark.parametrize("regime", ["solve", "carry"])
 def test_grows_and_continues_bit_for_bit(
     regime, tmp_path, monkeypatch, fast_compile, only_training

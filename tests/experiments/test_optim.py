@@ -1,3 +1,4 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -87,3 +88,47 @@ def test_clipping_acts_on_the_global_norm():
 def test_bad_values(change, message):
     with pytest.raises(UserError, match=message):
         optim.validate(DEFAULTS | change)
+
+
+def puzzle_optimizer(**change):
+    options = {"puzzle_learning_rate": 0.5, "puzzle_weight_decay": 0.1, "warmup_steps": 2}
+    return optim.make_optimizer(DEFAULTS | options | change, 10)
+
+
+def test_sign_sgd_moves_the_rows_in_the_batch_and_no_other():
+    rng = np.random.default_rng(0)
+    table = rng.normal(size=(6, 3)).astype(np.float32)
+    table[0] = [0.0, -0.0, 1e-37]  # zeros of either sign
+    params = {"puzzle_embedding": jnp.asarray(table), "kernel": jnp.ones((2, 2))}
+    optimizer = puzzle_optimizer()
+    state = optimizer.init(params)
+    expected = table.astype(np.float64)
+    for step, rows in enumerate(([4, 1, 4], [1, 1, 5])):
+        # Gradients of rows that are not in the batch do not exist; if they did, they are ignored.
+        grads = {"puzzle_embedding": rng.normal(size=(6, 3)), "kernel": np.ones((2, 2))}
+        grads["puzzle_embedding"][1] = 0.0
+        grads = {k: jnp.asarray(v, jnp.float32) for k, v in grads.items()}
+        updates, state = optimizer.update(grads, state, params, rows=jnp.asarray(rows))
+        params = optax.apply_updates(params, updates)
+        rate = 0.5 * (step + 1) / 2  # warm-up
+        for row in set(rows):
+            for i in range(3):
+                sign = np.sign(float(grads["puzzle_embedding"][row, i]))
+                expected[row, i] -= rate * (sign + 0.1 * expected[row, i])
+    new = np.asarray(params["puzzle_embedding"])
+    np.testing.assert_allclose(new, expected, rtol=1e-6, atol=1e-6)
+    assert (new[[0, 2, 3]].view(np.uint32) == table[[0, 2, 3]].view(np.uint32)).all()
+    assert not np.array_equal(new[1], table[1]), "a row without a gradient decays all the same"
+    assert not np.array_equal(params["kernel"], np.ones((2, 2)))
+
+
+def test_puzzle_embeddings_have_no_adam_state_and_do_not_enter_the_clipped_norm():
+    params = {"puzzle_embedding": jnp.zeros((50, 4)), "kernel": jnp.zeros((2, 2))}
+    rows, optimizer = jnp.arange(2), puzzle_optimizer(clip_norm=1.0, eps=1e3, learning_rate=1.0)
+    state = optimizer.init(params)
+    assert all(leaf.size <= 4 for leaf in jax.tree.leaves(state))
+    changes = []
+    for size in (0.0, 1e6):
+        grads = {"puzzle_embedding": jnp.full((50, 4), size), "kernel": jnp.full((2, 2), 0.1)}
+        changes.append(optimizer.update(grads, state, params, rows=rows)[0]["kernel"])
+    np.testing.assert_array_equal(*changes)
