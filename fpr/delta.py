@@ -123,7 +123,9 @@ def _kernel(q, k, v, beta, log_decay, h0, *, platform):
 def _op(chunk: int) -> Any:
     """The differentiable rule for one chunk length."""
     chunked = functools.partial(_chunked, chunk)
-    return recomputing(_stepwise, chunked, _kernel, ("tpu",), lambda q, k, v, *rest: (v, rest[-1]))
+    return recomputing(
+        _stepwise, chunked, _kernel, ("tpu", "cuda"), lambda q, k, v, *rest: (v, rest[-1])
+    )
 
 
 def _micro_steps(q: Array, k: Array, v: Array, beta: Array, log_decay: Array | None):

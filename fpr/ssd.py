@@ -117,7 +117,7 @@ def _kernel(x, log_decay, b_in, c_out, h0, *, platform):
 def _op(chunk: int) -> Any:
     """The differentiable scan for one chunk length."""
     chunked = functools.partial(_chunked, chunk)
-    return recomputing(_stepwise, chunked, _kernel, ("tpu",), lambda x, *rest: (x, rest[-1]))
+    return recomputing(_stepwise, chunked, _kernel, ("tpu", "cuda"), lambda x, *rest: (x, rest[-1]))
 
 
 def ssd(

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas import chunked_tpu, common
+from kernels_pallas import chunked_gpu, chunked_tpu, common
 
 
 def _inverse(m):
@@ -114,6 +114,32 @@ def _delta_bwd(interpret, saved, cotangents):
 _delta.defvjp(_delta_fwd, _delta_bwd)
 
 
+def _corrections(log_decay, beta, k, v):
+    """U (B, T, H, V) and W (B, T, H, K), float32: u_i = U_i - W_i S_0 in every chunk of the GPU.
+
+    S_0 is the state that enters the chunk and u as in `_chunk`. Plain JAX: no state is involved.
+    """
+    time, size = k.shape[1], chunked_gpu.TILE
+
+    def chunk(log_decay, beta, k, v):
+        between, from_start, _ = chunked_tpu.decays(log_decay[None])
+        beta = beta[:, None]
+        i, j = jnp.arange(size)[:, None], jnp.arange(size)
+        keys = chunked_tpu.dot(k, k, ((1,), (1,)), exact=True)
+        m = jnp.where(i > j, beta * keys * between, 0.0)
+        solved = _solve(m, beta * jnp.concatenate([v, from_start * k], axis=1))
+        return solved[:, : v.shape[1]], solved[:, v.shape[1] :]
+
+    def chunks(x):  # (B, T, H, ...) as (B, chunks, size, H, ...)
+        x = x.astype(jnp.float32)
+        x = jnp.pad(x, [(0, 0), (0, -time % size)] + [(0, 0)] * (x.ndim - 2))
+        return x.reshape(x.shape[0], -1, size, *x.shape[2:])
+
+    heads = jax.vmap(chunk, (1, 1, 1, 1), (1, 1))  # the time is the first axis, heads the second
+    found = jax.vmap(jax.vmap(heads))(*(chunks(x) for x in (log_decay, beta, k, v)))
+    return tuple(x.reshape(x.shape[0], -1, *x.shape[3:])[:, :time] for x in found)
+
+
 def delta_rule(q, k, v, beta, log_decay=None, h0=None, *, platform, interpret=False):
     """S_t = α_t (I - β_t k_t k_tᵀ) S_{t-1} + β_t k_t v_tᵀ, y_t = S_tᵀ q_t per head.
 
@@ -122,17 +148,17 @@ def delta_rule(q, k, v, beta, log_decay=None, h0=None, *, platform, interpret=Fa
       beta: (B, T, H), in [0, 1], or [0, 2] for negative eigenvalues.
       log_decay: (B, T, H), log α ≤ 0 (gated delta rule), or None for α = 1.
       h0: (B, H, K, V) state before the first step, or None for zero.
-      platform: "tpu". Never read from the devices at hand.
-      interpret: True, or pltpu.InterpretParams, to run on CPU.
+      platform: "tpu" or "gpu". Never read from the devices at hand.
+      interpret: True, or interpreter parameters of the platform, to run on CPU.
 
     Returns:
       y (B, T, H, V) in v's type; h_last (B, H, K, V) float32.
 
     Raises:
-      ValueError: shapes that do not match, types or platforms without a kernel.
+      ValueError: shapes that do not match, types or platforms without a kernel, more key channels
+        K than the GPU kernel takes (256 for bfloat16, 128 otherwise).
     """
-    if platform != "tpu":
-        raise ValueError(f"platform={platform!r}; delta_rule has kernels for ['tpu']")
+    common.check_platform(platform)
     for name, x in (("q", q), ("k", k), ("v", v), ("beta", beta)):
         common.check_float(name, x)
     batch, time, heads, size = q.shape
@@ -152,6 +178,14 @@ def delta_rule(q, k, v, beta, log_decay=None, h0=None, *, platform, interpret=Fa
     log_decay = jnp.zeros(bth, f32) if log_decay is None else log_decay
 
     dtype = v.dtype
+    if platform == "gpu":
+        log_decay = log_decay.astype(f32)
+        u, w = _corrections(log_decay, beta.astype(f32), k, v)
+        return chunked_gpu.recurrence(
+            log_decay, q, k, u, w, first, dtype=dtype,
+            exact=any(x.dtype != jnp.bfloat16 for x in (q, k, v)), name="delta",
+            interpret=interpret,
+        )  # fmt: skip
     q, k, v = common.storable(platform, q, k, v)
 
     def row(x):

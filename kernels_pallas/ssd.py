@@ -10,7 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas import chunked_tpu, common
+from kernels_pallas import chunked_gpu, chunked_tpu, common
 
 
 def _chunk(log_decay, x, b, c, state, *, exact):
@@ -69,17 +69,17 @@ def ssd(x, log_decay, B, C, h0=None, *, platform, interpret=False):
       log_decay: (B, T, H), a_t = Δ_t A ≤ 0; -inf is a decay of 0 (its gradient is 0).
       B, C: (B, T, G, N), G a divisor of H: head h uses group h // (H / G).
       h0: (B, H, P, N) state before the first step, or None for zero.
-      platform: "tpu". Never read from the devices at hand.
-      interpret: True, or pltpu.InterpretParams, to run on CPU.
+      platform: "tpu" or "gpu". Never read from the devices at hand.
+      interpret: True, or interpreter parameters of the platform, to run on CPU.
 
     Returns:
       y (B, T, H, P) in x's type; h_last (B, H, P, N) float32.
 
     Raises:
-      ValueError: shapes that do not match, types or platforms without a kernel.
+      ValueError: shapes that do not match, types or platforms without a kernel, more state
+        channels N than the GPU kernel takes (256 for bfloat16, 128 otherwise).
     """
-    if platform != "tpu":
-        raise ValueError(f"platform={platform!r}; ssd has kernels for ['tpu']")
+    common.check_platform(platform)
     for name, v in (("x", x), ("log_decay", log_decay), ("B", B), ("C", C)):
         common.check_float(name, v)
     batch, time, heads, p = x.shape
@@ -98,6 +98,13 @@ def ssd(x, log_decay, B, C, h0=None, *, platform, interpret=False):
         return jnp.zeros_like(x), first.astype(jnp.float32)
 
     dtype = x.dtype
+    if platform == "gpu":
+        y, last = chunked_gpu.recurrence(
+            log_decay.astype(jnp.float32), C, B, x, None,
+            first.astype(jnp.float32).swapaxes(2, 3), dtype=dtype,
+            exact=any(v.dtype != jnp.bfloat16 for v in (x, B, C)), name="ssd", interpret=interpret,
+        )  # fmt: skip
+        return y, last.swapaxes(2, 3)
     x, B, C = common.storable(platform, x, B, C)
 
     def flat(v):  # (B, T, H, w) -> (B H, T, w)

@@ -157,13 +157,18 @@ def test_splitting_padding_and_second_derivatives():
     close(second(v["k"], "auto"), second(v["k"], "sequential"), 1e-4)
 
 
-@pytest.mark.parametrize("platform", ["cuda", "tpu"])
-def test_lowers_for_accelerators(platform):
+@pytest.mark.parametrize(
+    ("platform", "backend", "kernel"),
+    [("cuda", "auto", None), ("cuda", "pallas", "mosaic_gpu"), ("tpu", "auto", "tpu_custom_call")],
+)
+def test_lowers_for_accelerators(platform, backend, kernel):
+    """Under "auto", CUDA is left to XLA until the kernels have run on a card."""
     v = inputs(32, size=8, width=8)
     shapes = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in v.items()}
-    grad = jax.grad(lambda v: delta_rule(**v, chunk=16)[0].sum())
+    grad = jax.grad(lambda v: delta_rule(**v, chunk=16, backend=backend)[0].sum())
     program = jax.export.export(jax.jit(grad), platforms=[platform])(shapes)
-    assert ("tpu_custom_call" in program.mlir_module()) == (platform == "tpu")
+    found = [k for k in ("mosaic_gpu", "tpu_custom_call") if k in program.mlir_module()]
+    assert found == ([kernel] if kernel else [])
 
 
 def test_bad_input():

@@ -116,14 +116,19 @@ def test_padding_does_not_leak():
     close(run(**cut)[1], run(**short)[1], 1e-6)
 
 
-@pytest.mark.parametrize("platform", ["cuda", "tpu"])
-def test_lowers_for_accelerators(platform):
+@pytest.mark.parametrize(
+    ("platform", "backend", "kernel"),
+    [("cuda", "auto", None), ("cuda", "pallas", "mosaic_gpu"), ("tpu", "auto", "tpu_custom_call")],
+)
+def test_lowers_for_accelerators(platform, backend, kernel):
+    """Under "auto", CUDA is left to XLA until the kernels have run on a card."""
     shapes = {
         k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in inputs(32, n=8, width=8).items()
     }
-    grad = jax.grad(lambda v: ssd(**v, chunk=16)[0].sum())
+    grad = jax.grad(lambda v: ssd(**v, chunk=16, backend=backend)[0].sum())
     program = jax.export.export(jax.jit(grad), platforms=[platform])(shapes)
-    assert ("tpu_custom_call" in program.mlir_module()) == (platform == "tpu")
+    found = [k for k in ("mosaic_gpu", "tpu_custom_call") if k in program.mlir_module()]
+    assert found == ([kernel] if kernel else [])
 
 
 def test_bad_input():

@@ -102,5 +102,5 @@ def test_errors_name_the_value():
     q, k, v, beta, *_ = inputs((1, 4, 1, 3, 2))
     with pytest.raises(ValueError, match=r"beta has shape \(1, 4\)"):
         run(q, k, v, beta[..., 0])
-    with pytest.raises(ValueError, match="'gpu'"):
-        delta_rule(q, k, v, beta, platform="gpu")
+    with pytest.raises(ValueError, match="'cpu'"):
+        delta_rule(q, k, v, beta, platform="cpu")
