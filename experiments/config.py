@@ -312,7 +312,9 @@ def _check_model(config: Mapping[str, Any], task: tasks.Task) -> None:
             *((True, n) for n in curriculum.buckets(config["train"], task.length)),
             *((False, n) for n in config["eval"]["lengths"]),
         ]:
-            tokens = jax.ShapeDtypeStruct((batch_size if train else 1, length), np.int32)
+            # A length that the task does not have is told now, not after the training.
+            width = length if train else task.eval_batch(length, 0, 1)["tokens"].shape[1]
+            tokens = jax.ShapeDtypeStruct((batch_size if train else 1, width), np.int32)
             batch = {"tokens": tokens, "labels": tokens}
             key = jax.eval_shape(lambda: jax.random.key(0))
             if shapes is None:

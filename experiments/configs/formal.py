@@ -1,0 +1,38 @@
+"""Parity, even pairs and cycle navigation at a size for a CPU (spec 1 section 6).
+
+    python -m experiments.run --config=experiments/configs/formal.py:VARIANT --workdir=DIR
+
+Variants are LANGUAGE_MODEL, with the models of experiments/configs/arithmetic.py, one layer each.
+Trained on lengths 3 to 16.
+"""
+
+from __future__ import annotations
+
+from ml_collections import ConfigDict
+
+from experiments.configs import arithmetic
+from experiments.errors import unknown
+
+LANGUAGES = {"parity": 4, "even_pairs": 4, "cycle_navigation": 10}  # and their vocabularies
+VARIANTS = tuple(f"{name}_{model}" for name in LANGUAGES for model in arithmetic.MODELS)
+
+
+def get_config(variant: str = "parity_fp_mamba") -> ConfigDict:
+    """The config of a variant.
+
+    Raises:
+      UserError: unknown variant.
+    """
+    if variant not in VARIANTS:
+        raise unknown("variant", variant, VARIANTS)
+    language = next(name for name in LANGUAGES if variant.startswith(f"{name}_"))
+    model = variant.removeprefix(f"{language}_")
+    sizes = {"vocab_size": LANGUAGES[language], "seq_len": 16, "hidden_size": 32, "num_layers": 1}
+    return ConfigDict(
+        {
+            "model": arithmetic.small_model(model, **sizes),
+            "task": {"name": "formal", "language": language, "length": 16, "min_length": 3},
+            **arithmetic.small_training(1000),
+            "eval": {"lengths": (16, 32, 64), "max_examples": 1024, "batch_size": 256},
+        }
+    )
