@@ -1,15 +1,14 @@
-"""Evaluation: accuracy and solver effort per length, within a budget, in batches of one shape.
+"""Evaluation: accuracy, solver steps, effective layers and FLOPs per length, in one batch shape.
 
-Three accuracies that must not be confused: `sequence_accuracy` is the share of sequences with
-every labelled token right, `token_accuracy` the share of labelled tokens that are right, and
-`prefix_accuracy[t]` the share of sequences that are right at every position up to t. A puzzle adds
-what its own rules say (`Scored` in `experiments.tasks`).
+`METRICS` says what each number is; a puzzle adds what its own rules say (`Scored` in
+`experiments.tasks`). Every example's own steps and answer are in `samples.npz` of the run.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,12 +16,43 @@ import jax.numpy as jnp
 import numpy as np
 
 import fpr
-from experiments import losses
+from experiments import flops, losses
 from experiments.context import Run
 from experiments.tasks import Scored
+from experiments.workdir import write_arrays
+from fpr import registry
 
 PyTree = Any
 Batch = Mapping[str, Any]
+
+SAMPLES = "samples.npz"
+# What the numbers in result.json mean; the shares are between 0 and 1.
+METRICS = {
+    "sequence_accuracy": "share of examples (whole sequences or puzzles) right in every labelled "
+    "token",
+    "token_accuracy": "share of labelled tokens (cells of a puzzle) that are right",
+    "prefix_accuracy": "entry t: share of examples right at every position up to t",
+    "puzzle_accuracy": "share of whole puzzles right in every cell, compared with the label",
+    "cell_accuracy": "share of cells that are right",
+    "blank_accuracy": "share of the cells left blank in the question that are right",
+    "valid_solution": "share of whole answers that solve the question by the puzzle's own rules, "
+    "whatever the label",
+    "string_accuracy": "share of strings copied right to the full stop",
+    "character_accuracy": "share of a string's letters that are right",
+    "answer_accuracy": "share of sequences whose one answer is right",
+    "scaled_accuracy": "(accuracy - chance) / (1 - chance): 0 for a random answer",
+    "majority_accuracy": "accuracy of always giving the most frequent answer",
+    "qa_accuracy": "share of questions answered right",
+    "task_accuracy": "share of questions answered right, by number of the bAbI task",
+    "perplexity": "exponential of the mean of -log p over the tokens",
+    "pass_at": "share of test pairs solved by one of the K answers with the most votes, averaged "
+    "over tasks",
+    "solver_steps": "applications of f, summed over the layers of the model",
+    "effective_layers": "blocks that an example went through: steps times blocks in one step",
+    "flops_per_example": flops.METHOD,
+    "converged": "share of examples whose residual fell below the solver's tolerance",
+    "residual": "what the solver compared with its tolerance when the example halted",
+}
 
 
 class Evaluator:
@@ -44,42 +74,86 @@ class Evaluator:
         self._key = jax.random.fold_in(jax.random.key(config["seed"]), 2**31 - 1)
         self._outcome = jax.jit(functools.partial(_outcome, config["model"]))
         self._compiled: dict[int, Callable[..., Batch]] = {}
+        self._flops: dict[int, flops.Flops] = {}
 
     def __call__(self, params: PyTree) -> dict[int, dict[str, Any]]:
-        """Metrics by length; see `summarise` for what they are."""
+        """Metrics by length; see `summarise`. Writes each example's own to samples.npz."""
         for length in self.lengths:
             if length not in self._compiled:
                 with self._run.clock.measure("compile"):
-                    args = (
-                        params,
-                        self._batch(length, 0, self._batch_size),
-                        self._keys(length, 0, 1),
-                    )
+                    batch = self.batch(length, 0, self._batch_size)
+                    args = (params, batch, self.keys(length, 0, 1))
                     self._compiled[length] = self._outcome.lower(*args).compile()
+                    self._flops[length] = flops.count(self._run.config["model"], params, batch)
         with self._run.clock.measure("evaluation"):
-            return {length: self._one_length(params, length) for length in self.lengths}
+            outcomes = {length: self._one_length(params, length) for length in self.lengths}
+            results = {n: self._summarise(n, outcome) for n, outcome in outcomes.items()}
+            samples = {f"{n}/{k}": v for n, o in outcomes.items() for k, v in _own(o).items()}
+            write_arrays(self._run.path / SAMPLES, samples)
+        return results
 
-    def _batch(self, length: int, start: int, count: int) -> Batch:
-        return pad_batch(self._run.task.eval_batch(length, start, count), self._batch_size)
+    def batch(self, length: int, start: int, count: int, size: int | None = None) -> Batch:
+        """Examples start..start+count-1, filled up to `size` (the size of all batches if None)."""
+        return pad_batch(self._run.task.eval_batch(length, start, count), size or self._batch_size)
 
-    def _keys(self, length: int, start: int, count: int) -> jax.Array:
+    def keys(self, length: int, start: int, count: int, size: int | None = None) -> jax.Array:
         """One key per example, by its number: it starts alike in any batch. Copies share theirs."""
-        number = np.arange(start, start + self._batch_size)
+        number = np.arange(start, start + (size or self._batch_size))
         number[count:] = start
         key = jax.random.fold_in(self._key, length)
         return jax.vmap(lambda n: jax.random.fold_in(key, n))(number)
 
-    def _one_length(self, params: PyTree, length: int) -> dict[str, Any]:
+    def _one_length(self, params: PyTree, length: int) -> dict[str, np.ndarray]:
+        """Outcome of every example, leaves (N, ...)."""
         parts = []
         for start in range(0, self._max_examples, self._batch_size):
             count = min(self._batch_size, self._max_examples - start)
-            batch = self._batch(length, start, count)
-            outcome = self._compiled[length](params, batch, self._keys(length, start, count))
+            batch = self.batch(length, start, count)
+            outcome = self._compiled[length](params, batch, self.keys(length, start, count))
             parts.append({k: np.asarray(v)[:count] for k, v in outcome.items()})
         whole = {k: np.concatenate([p[k] for p in parts]) for k in parts[0]}
-        task = self._run.task
-        extra = task.score(whole) if isinstance(task, Scored) else {}
-        return summarise(whole) | extra
+        scale = layers_per_step(self._run.config["model"], whole["layer_steps"])
+        layers = whole["steps"] * scale
+        operations = self._flops[length].of(whole["layer_steps"])
+        return whole | {"effective_layers": layers, "flops": operations}
+
+    def _summarise(self, length: int, outcome: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        task, metrics = self._run.task, summarise(outcome)
+        if isinstance(task, Scored):
+            metrics |= task.score(outcome)
+            scale = layers_per_step(self._run.config["model"], outcome["layer_steps"])
+            for name, buckets in metrics.items():
+                if name.startswith("by_"):
+                    for bucket in buckets:
+                        bucket["effective_layers_mean"] = scale * bucket["solver_steps_mean"]
+        return metrics
+
+
+def layers_per_step(model: Mapping[str, Any], layer_steps: np.ndarray) -> int:
+    """Blocks that one counted step runs: those of one application of f, or of a loopless model.
+
+    Args:
+      model: model config.
+      layer_steps: (N, L) steps of each looped layer.
+    """
+    options = registry.build(model).config
+    if layer_steps.shape[1] == 0:
+        return int(options.num_layers)
+    return int(getattr(options, "layers_per_step", 1))
+
+
+def _own(outcome: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What is kept of each example: (N,) or (N, L) arrays, no answers."""
+    right = (outcome["correct"] | ~outcome["labelled"]).all(axis=1)
+    kept = ("steps", "layer_steps", "effective_layers", "flops", "residual", "converged", "q_halt")
+    return {"correct": right} | {k: outcome[k] for k in kept if k in outcome}
+
+
+def read_samples(path: Path, length: int) -> dict[str, np.ndarray]:
+    """Each example's own numbers at a length, from the samples.npz that `Evaluator` wrote."""
+    with np.load(path / SAMPLES) as arrays:
+        mine = f"{length}/"
+        return {k.removeprefix(mine): arrays[k] for k in arrays.files if k.startswith(mine)}
 
 
 def _outcome(model: Mapping[str, Any], params: PyTree, batch: Batch, key: jax.Array) -> Batch:
@@ -89,7 +163,9 @@ def _outcome(model: Mapping[str, Any], params: PyTree, batch: Batch, key: jax.Ar
         "predictions": jnp.argmax(out.logits, axis=-1).astype(jnp.int32),
         "correct": losses.token_correct(out.logits, batch["labels"]),
         "labelled": jnp.asarray(batch["labels"] != losses.IGNORED),
+        "nll": losses.softmax_cross_entropy(out.logits, batch["labels"]).sum(axis=-1),
         "steps": out.steps,
+        "layer_steps": out.layer_steps,
         "residual": out.residual,
         "converged": out.converged,
     }
@@ -109,12 +185,13 @@ def summarise(outcome: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Metrics of N examples.
 
     Args:
-      outcome: `correct`, `labelled` (N, T) bool; `steps`, `residual`, `converged` (N,).
+      outcome: `correct`, `labelled` (N, T) bool; `steps`, `effective_layers`, `flops`, `residual`,
+        `converged` (N,).
 
     Returns:
       `examples`, `sequence_accuracy`, `token_accuracy`, `prefix_accuracy` (a list of T shares),
-      `solver_steps_median`, `solver_steps_max`, `converged` (share), `residual_median`,
-      `residual_max`.
+      `solver_steps_*` (median, mean, max), `effective_layers_*` and `flops_per_example_*` (median,
+      mean), `converged` (share), `residual_median`, `residual_max`.
     """
     correct, labelled = outcome["correct"], outcome["labelled"]
     right = correct | ~labelled
@@ -125,7 +202,12 @@ def summarise(outcome: Mapping[str, np.ndarray]) -> dict[str, Any]:
         "token_accuracy": float(correct[labelled].mean()) if labelled.any() else float("nan"),
         "prefix_accuracy": np.logical_and.accumulate(right, axis=1).mean(axis=0).tolist(),
         "solver_steps_median": float(np.median(steps)),
+        "solver_steps_mean": float(steps.mean()),
         "solver_steps_max": int(steps.max()),
+        "effective_layers_median": float(np.median(outcome["effective_layers"])),
+        "effective_layers_mean": float(outcome["effective_layers"].mean()),
+        "flops_per_example_median": float(np.median(outcome["flops"])),
+        "flops_per_example_mean": float(outcome["flops"].mean()),
         "converged": float(outcome["converged"].mean()),
         "residual_median": float(np.median(residual)),
         "residual_max": float(residual.max()),

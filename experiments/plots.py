@@ -1,8 +1,11 @@
-"""Tables and figures of a run: accuracy and solver effort by length, residuals, training curves."""
+"""Figures of a run, and the table that it prints: accuracy and effort by length, budget and so on.
+
+Every function draws one figure, saves it and returns its path.
+"""
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import matplotlib
 matplotlib.use("Agg")  # Figures go to files; a machine without a display must work.
 
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich import box
@@ -44,17 +48,28 @@ def table(results: ByLength, train_length: int, title: str) -> Table:
 
 
 def _axes(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
-    figure, axes = plt.subplots(figsize=(5.6, 3.6), layout="constrained")
+    figure, axes = new_figure(figsize=(5.6, 3.6))
     axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
     return figure, axes
 
 
-def _save(figure: Figure, path: Path) -> Path:
+def new_figure(*shape: int, figsize: tuple[float, float]) -> tuple[Figure, Any]:
+    """A figure and its axes, as `plt.subplots` returns them."""
+    return plt.subplots(*shape, figsize=figsize, layout="constrained")
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Writes a figure to a file and frees it."""
     figure.savefig(path, dpi=150)
-    plt.close(figure)
+    close(figure)
     return path
+
+
+def close(figure: Figure) -> None:
+    """Frees a figure."""
+    plt.close(figure)
 
 
 def _mark_trained(axes: Axes, train_length: int) -> None:
@@ -74,7 +89,7 @@ def plot_accuracy(results: ByLength, train_length: int, path: Path, title: str) 
     _mark_trained(axes, train_length)
     axes.set_ylim(-0.03, 1.03)
     axes.legend(fontsize="small")
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def plot_steps(results: ByLength, train_length: int, path: Path, title: str) -> Path:
@@ -87,16 +102,16 @@ def plot_steps(results: ByLength, train_length: int, path: Path, title: str) -> 
     _mark_trained(axes, train_length)
     axes.set_ylim(bottom=0)
     axes.legend(fontsize="small")
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def plot_difficulty(
     buckets: Sequence[Mapping[str, Any]], name: str, path: Path, title: str
 ) -> Path:
-    """Accuracies and solver steps against a measure of difficulty.
+    """Accuracies and effective layers against a measure of difficulty.
 
     Args:
-      buckets: from `puzzle_files.buckets`, at least one.
+      buckets: from `puzzle_files.buckets`, at least one, with `effective_layers_mean`.
       name: the measure, such as "empties".
       path: file to write.
       title: of the figure.
@@ -111,14 +126,61 @@ def plot_difficulty(
     for x, b in zip(at, buckets):
         accuracy.annotate(str(b["examples"]), (x, 1.02), fontsize=6, ha="center")
     accuracy.set_ylim(-0.03, 1.08)
-    steps = accuracy.twinx()
-    values = [b["solver_steps_mean"] for b in buckets]
-    steps.plot(at, values, color="tab:red", marker="s", label="solver steps, mean")
-    steps.set(ylabel="solver steps", ylim=(0, None))
-    steps.spines[["top"]].set_visible(False)
-    handles = [*accuracy.get_legend_handles_labels()[0], *steps.get_legend_handles_labels()[0]]
+    layers = accuracy.twinx()
+    values = [b["effective_layers_mean"] for b in buckets]
+    layers.plot(at, values, color="tab:red", marker="s", label="effective layers, mean")
+    layers.set(ylabel="effective layers", ylim=(0, None))
+    layers.spines[["top"]].set_visible(False)
+    handles = [*accuracy.get_legend_handles_labels()[0], *layers.get_legend_handles_labels()[0]]
     accuracy.legend(handles=handles, fontsize="small", loc="lower center")
-    return _save(figure, path)
+    return save(figure, path)
+
+
+def plot_budget(curves: ByLength, path: Path, title: str) -> Path:
+    """Accuracy against effective layers, one colour per length.
+
+    Args:
+      curves: `budget.curves`.
+      path: file to write.
+      title: of the figure.
+    """
+    figure, axes = _axes(title, "effective layers (iterations × blocks)", "sequence accuracy")
+    for i, (length, c) in enumerate(sorted(curves.items())):
+        layers, color = c["effective_layers"], f"C{i}"
+        axes.plot(
+            layers, c["sequence_accuracy"], color=color, label=f"length {length}, whole budget"
+        )
+        axes.plot(
+            c["halting"]["effective_layers_mean"], c["halting"]["sequence_accuracy"],
+            color=color, linestyle="--", label=f"length {length}, halting (mean layers spent)",
+        )  # fmt: skip
+        if "act" in c:
+            label = f"length {length}, Q head"
+            act = c["act"]
+            axes.plot(
+                act["effective_layers_mean"],
+                act["sequence_accuracy"],
+                "*",
+                color=color,
+                label=label,
+            )
+    axes.set_xscale("log")
+    axes.set_ylim(-0.03, 1.03)
+    axes.legend(fontsize="x-small")
+    return save(figure, path)
+
+
+def plot_halting(curves: ByLength, path: Path, title: str) -> Path:
+    """The iteration where each example halts against the one where its answer last changed."""
+    figure, axes = _axes(title, "saturated at iteration", "halted at iteration")
+    most = 1
+    for length, c in sorted(curves.items()):
+        saturated, halted = c["saturated_at"]["examples"], c["halted_at"]["examples"]
+        most = max(most, *saturated, *halted)
+        axes.plot(saturated, halted, ".", alpha=0.4, label=f"length {length}")
+    axes.plot([1, most], [1, most], color="0.5", linestyle=":", label="halts as it saturates")
+    axes.legend(fontsize="small")
+    return save(figure, path)
 
 
 def plot_residuals(traces: Mapping[int, Mapping[str, Any]], tolerance: float, path: Path) -> Path:
@@ -133,13 +195,13 @@ def plot_residuals(traces: Mapping[int, Mapping[str, Any]], tolerance: float, pa
     axes.axhline(tolerance, color="0.5", linestyle=":", label="tolerance")
     axes.set_yscale("log")
     axes.legend(fontsize="small")
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def plot_training(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
     """Loss, accuracies and solver steps during training; evaluations as points."""
     train = [r for r in records if r["split"] == "train"]
-    figure, panels = plt.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
+    figure, panels = new_figure(1, 3, figsize=(12, 3.4))
     for axes in panels:
         axes.set_xlabel("optimiser step")
         axes.spines[["top", "right"]].set_visible(False)
@@ -164,15 +226,80 @@ def plot_training(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
     panels[2].set(title="Solver steps", ylim=(0, None))
     for axes in panels[1:]:
         axes.legend(fontsize="x-small")
-    return _save(figure, path)
+    return save(figure, path)
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Records of a metrics.jsonl; a half-written last line is left out."""
-    records = []
-    for text in path.read_text().splitlines() if path.exists() else []:
-        try:
-            records.append(json.loads(text))
-        except json.JSONDecodeError:
-            break
-    return records
+def plot_by_length(
+    groups: Mapping[str, Mapping[int, Sequence[float]]], metric: str, path: Path, title: str
+) -> Path:
+    """A metric against length: median over seeds and their range, one line per group.
+
+    Args:
+      groups: {label: {length: value of each seed}}.
+      metric: its name.
+      path: file to write.
+      title: of the figure.
+    """
+    figure, axes = _axes(title, "sequence length", metric.replace("_", " "))
+    for label, by_length in groups.items():
+        lengths = sorted(by_length)
+        values = [np.array(by_length[n]) for n in lengths]
+        (drawn,) = axes.plot(lengths, [np.median(v) for v in values], marker="o", label=label)
+        low, high = [v.min() for v in values], [v.max() for v in values]
+        axes.fill_between(lengths, low, high, alpha=0.15, color=drawn.get_color())
+    axes.legend(fontsize="x-small")
+    return save(figure, path)
+
+
+def plot_budgets(groups: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, title: str) -> Path:
+    """Accuracy against effective layers, one line per run and one colour per group.
+
+    A star is where halting leads: the mean layers that an example spends, and its accuracy.
+
+    Args:
+      groups: {label: one of `budget.summarise` for each seed}.
+      path: file to write.
+      title: of the figure.
+    """
+    figure, axes = _axes(title, "effective layers", "sequence accuracy")
+    for i, (label, curves) in enumerate(groups.items()):
+        for j, c in enumerate(curves):
+            halting, color = c["halting"], f"C{i % 10}"
+            axes.plot(
+                c["effective_layers"], c["sequence_accuracy"], color=color, alpha=0.7,
+                label=None if j else label,
+            )  # fmt: skip
+            spent, reached = halting["effective_layers_mean"], halting["sequence_accuracy"]
+            axes.plot(spent[-1], reached[-1], "*", color=color)
+    axes.set_xscale("log")
+    axes.set_ylim(-0.03, 1.03)
+    axes.legend(fontsize="x-small")
+    return save(figure, path)
+
+
+def plot_rows(
+    rows: Sequence[tuple[str, str, Sequence[float]]], metric: str, path: Path, title: str
+) -> Path:
+    """One bar per row: our median, the range over seeds, and the paper's number where it has one.
+
+    Args:
+      rows: (label, the paper's number as text, value of each seed).
+      metric: its name.
+      path: file to write.
+      title: of the figure.
+    """
+    figure, axes = new_figure(figsize=(6.4, 1.2 + 0.35 * len(rows)))
+    for i, (_, paper, values) in enumerate(rows):
+        middle = float(np.median(values))
+        spread = [[middle - min(values)], [max(values) - middle]]
+        axes.barh(i, middle, xerr=spread, color="C0", alpha=0.6, label=None if i else "ours")
+        number = re.match(r"\.?\d[\d.]*", paper)
+        if number:
+            axes.plot(float(number[0]), i, "k|", markersize=12)
+    axes.plot([], [], "k|", markersize=12, label="paper")
+    axes.set_yticks(range(len(rows)), [label for label, _, _ in rows], fontsize="small")
+    axes.invert_yaxis()
+    axes.set(title=title, xlabel=metric.replace("_", " "))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize="small")
+    return save(figure, path)

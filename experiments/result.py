@@ -1,9 +1,15 @@
-"""The end of a run: evaluation of a checkpoint, result.json, the table and the figures."""
+"""The end of a run: evaluation of a checkpoint, result.json, the table and the figures.
+
+An evaluation with other options than the trained run's (`--mode=eval` and overrides) goes to a
+directory of its own under `evaluations/`, named by what differs; nothing is written over.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,14 +17,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments import optim, report
+import fpr
+from experiments import budget, optim, plots, tasks
 from experiments.checkpoint import Checkpoints
 from experiments.context import Run
 from experiments.errors import UserError
-from experiments.evaluate import Evaluator, pad_batch
+from experiments.evaluate import METRICS, Evaluator, pad_batch
 from experiments.progress import duration
 from experiments.steps import TrainState, averaged, init_state
-from experiments.workdir import write_json
+from experiments.workdir import read_metrics, write_json
 from fpr import registry
 from fpr.models import base
 
@@ -28,15 +35,50 @@ MAX_TRACED_STEPS = 200
 Results = Mapping[int, Mapping[str, Any]]
 
 
-def evaluate_checkpoint(run: Run) -> dict[str, Any]:
+# Overrides of these do not change what is measured.
+NOT_MEASURED = ("eval.every", "eval.batch_size", "checkpoint.", "train.")
+
+
+def evaluate_checkpoint(
+    run: Run, changed: Mapping[str, tuple[Any, Any]] | None = None
+) -> dict[str, Any]:
     """Evaluates the newest checkpoint in the workdir and writes result.json and figures again.
 
+    Args:
+      run: the run, with the config to evaluate with.
+      changed: {key: (value of the trained run, value now)}. Where it changes what is measured, the
+        results go to a directory of their own.
+
     Raises:
-      UserError: there is no checkpoint that can be read.
+      UserError: there is no checkpoint that can be read, and no imported weights.
     """
+    changed = changed or {}
+    state = _restore(run, changed)
+    records = read_metrics(run.path / "metrics.jsonl")
+    run.clock.continue_from(records)
+    overrides = {k: v for k, v in changed.items() if not k.startswith(NOT_MEASURED)}
+    if overrides:
+        path = run.path / "evaluations" / override_name(overrides)
+        path.mkdir(parents=True, exist_ok=True)
+        run = dataclasses.replace(run, path=path)
+        records = []  # The training curves are the run's, not this evaluation's.
+    return finish(run, state, Evaluator(run)(averaged(state)), records, overrides)
+
+
+def _restore(run: Run, changed: Mapping[str, tuple[Any, Any]]) -> TrainState:
     config = run.config
+    if not (run.path / "checkpoints").is_dir() and (run.path / "weights.npz").is_file():
+        try:
+            params = fpr.load(run.path)[1]
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        run.progress.say("evaluating weights.npz, which was not trained here")
+        return TrainState(np.zeros((), np.int32), params, None, None, None)
+    # The checkpoint has the shapes of the trained run, whatever data it is evaluated on.
+    trained = {k.removeprefix("task."): v[0] for k, v in changed.items() if k.startswith("task.")}
+    task = tasks.build({**config["task"], **trained}, config["seed"]) if trained else run.task
     optimizer = optim.make_optimizer(config["optimizer"], config["train"]["steps"])
-    example = run.task.train_batch(0, config["train"]["batch_size"])
+    example = task.train_batch(0, config["train"]["batch_size"])
     like = jax.eval_shape(functools.partial(init_state, config, optimizer, example))
     with Checkpoints(run.path, config["checkpoint"]["keep"]) as checkpoints:
         restored = checkpoints.restore(like, run.progress.say)
@@ -44,24 +86,37 @@ def evaluate_checkpoint(run: Run) -> dict[str, Any]:
         raise UserError(f"nothing to evaluate: {run.path} holds no checkpoint that can be read")
     step, state = restored
     run.progress.say(f"evaluating the checkpoint of step {step}")
-    records = report.read_metrics(run.path / "metrics.jsonl")
-    run.clock.continue_from(records)
-    return finish(run, state, Evaluator(run)(averaged(state)), records)
+    return state
+
+
+def override_name(overrides: Mapping[str, tuple[Any, Any]]) -> str:
+    """A directory name for overrides: "solver.eval.decay=0.997,solver.eval.patience=10"."""
+    parts = (f"{k.removeprefix('model.')}={v[1]}" for k, v in sorted(overrides.items()))
+    name = re.sub(r"[^\w.=,+-]+", "_", ",".join(parts))
+    if len(name) <= 120:
+        return name
+    return f"{name[:100]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
 
 
 def finish(
-    run: Run, state: TrainState, results: Results, records: Sequence[Mapping[str, Any]]
+    run: Run,
+    state: TrainState,
+    results: Results,
+    records: Sequence[Mapping[str, Any]],
+    overrides: Mapping[str, tuple[Any, Any]] | None = None,
 ) -> dict[str, Any]:
     """Writes result.json and the figures, prints the table; returns result.json's content.
 
     Args:
       run: the run.
       state: its last state.
-      results: metrics by length, from `Evaluator`.
+      results: metrics by length, from `Evaluator`, which has left samples.npz in `run.path`.
       records: the content of metrics.jsonl.
+      overrides: {key: (value of the trained run, value here)} of an evaluation.
     """
     config, clock, params = run.config, run.clock, averaged(state)
     traces = residual_traces(run, params, results)
+    curves = budget.curves(run, params, Evaluator(run))
     device = jax.devices()[0]
     names = next(iter(results.values()))
     content: dict[str, Any] = {
@@ -70,10 +125,14 @@ def finish(
         "step": int(state.step),
         "weights": "averaged (EMA)" if config["ema"] else "last",
         "seed": config["seed"],
+        "overrides": {k: {"trained": a, "here": b} for k, (a, b) in (overrides or {}).items()},
         "task": config["task"],
+        "solver": config["model"]["solver"]["eval"],
         "data": {split: run.task.identity(split) for split in ("train", "eval")},
         **{name: {n: r[name] for n, r in results.items()} for name in names},
+        "metrics": {k: v for k, v in METRICS.items() if any(n.startswith(k) for n in names)},
         "residual_by_iteration": traces,
+        "budget": curves,
         "seconds": {"total": clock.total, **clock.seconds},
         "eval_share": clock.eval_share,
         "jax_version": jax.__version__,
@@ -81,11 +140,17 @@ def finish(
     }
     write_json(run.path / "result.json", content)
     title = f"{content['model']} on {run.task.title}"
-    figures = _draw(run, results, traces, records, title)
+    figures = _draw(run, results, traces, curves, records, title)
     say = run.progress.say
-    say(report.table(results, run.task.length, f"{title}, step {content['step']}"))
+    say(plots.table(results, run.task.length, f"{title}, step {content['step']}"))
     for length, r in results.items():
-        if r["converged"] < 1:
+        if headline := getattr(run.task, "headline", ()):  # what the task's own score comes to
+            said = ", ".join(f"{name.replace('_', ' ')} {r[name]:.4g}" for name in headline)
+            say(f"length {length}: {said}")
+    # A fixed number of loops is not a solve that could fail.
+    fixed_loops = config["model"]["solver"]["eval"]["halting"] == "never"
+    for length, r in results.items():
+        if r["converged"] < 1 and not fixed_loops:
             say(
                 f"length {length}: {1 - r['converged']:.1%} of the solves did not converge; their "
                 "answers are read from an unfinished iterate (model.solver.eval.max_steps is "
@@ -133,24 +198,30 @@ def residual_traces(run: Run, params: Any, results: Results) -> dict[int, dict[s
 
 
 def _draw(
-    run: Run, results: Results, traces: Results, records: Sequence[Mapping[str, Any]], title: str
+    run: Run,
+    results: Results,
+    traces: Results,
+    curves: Results,
+    records: Sequence[Mapping[str, Any]],
+    title: str,
 ) -> list[Path]:
     """Draws the figures; returns their paths."""
     length, path = run.task.length, run.path
     figures = [
-        report.plot_accuracy(results, length, path / "accuracy.png", title),
-        report.plot_steps(results, length, path / "solver_steps.png", title),
+        plots.plot_accuracy(results, length, path / "accuracy.png", title),
+        plots.plot_steps(results, length, path / "solver_steps.png", title),
     ]
     for result in results.values():
         for name, buckets in result.items():
             if name.startswith("by_"):  # from the task's `score`
                 measure = name.removeprefix("by_")
-                figures.append(
-                    report.plot_difficulty(buckets, measure, path / f"{name}.png", title)
-                )
+                figures.append(plots.plot_difficulty(buckets, measure, path / f"{name}.png", title))
     if traces:
         tolerance = run.config["model"]["solver"]["eval"]["tolerance"]
-        figures.append(report.plot_residuals(traces, tolerance, path / "residual.png"))
+        figures.append(plots.plot_residuals(traces, tolerance, path / "residual.png"))
+    if curves:
+        figures.append(plots.plot_budget(curves, path / "budget.png", title))
+        figures.append(plots.plot_halting(curves, path / "halting.png", title))
     if any(r["split"] == "train" for r in records):
-        figures.append(report.plot_training(records, path / "training.png"))
+        figures.append(plots.plot_training(records, path / "training.png"))
     return figures

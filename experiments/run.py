@@ -54,15 +54,15 @@ def parse(argv: Sequence[str]) -> tuple[dict[str, Any], str, str]:
                 raise UserError(f"--{name} is missing; {USAGE}")
         if mode not in MODES:
             raise unknown("--mode", mode, MODES)
-        overrides = _overrides(rest)
+        overrides = read_overrides(rest)
         config = configs.load(spec, overrides)
         configs.check_overrides(config, overrides)
-        return _override(config, rest), directory, mode
+        return apply_overrides(config, rest), directory, mode
     except flags.Error as error:
         raise UserError(" ".join(str(error).split())) from error
 
 
-def _overrides(rest: Sequence[str]) -> dict[str, str]:
+def read_overrides(rest: Sequence[str]) -> dict[str, str]:
     """["--config.a.b=1", "--config.c", "2"] -> {"a.b": "1", "c": "2"}."""
     found: dict[str, str] = {}
     words = iter(rest)
@@ -80,7 +80,7 @@ def _overrides(rest: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _override(config: dict[str, Any], rest: Sequence[str]) -> dict[str, Any]:
+def apply_overrides(config: dict[str, Any], rest: Sequence[str]) -> dict[str, Any]:
     """Applies the overrides, each parsed as the type of the value it replaces."""
     argv = ["run", *rest]
     values = flags.FlagValues()
@@ -115,7 +115,7 @@ def start(argv: Sequence[str], started: float) -> dict[str, Any]:
         for key, (old, new) in workdir.changed.items():
             progress.say(f"{key} is now {new}, was {old}")
         run = Run(config, task, Path(directory), progress, Clock(started))
-        return train(run) if mode == "train" else evaluate_checkpoint(run)
+        return train(run) if mode == "train" else evaluate_checkpoint(run, workdir.changed)
 
 
 def enable_compilation_cache() -> None:

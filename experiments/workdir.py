@@ -14,7 +14,6 @@ import numpy as np
 
 from experiments import config as configs
 from experiments.errors import UserError
-from experiments.report import read_metrics
 from fpr.registry import flatten
 
 OUR_FILES = ("metrics.jsonl", "checkpoints", "weights.npz", "result.json")
@@ -87,12 +86,13 @@ def _compare(file: Path, config: Mapping[str, Any], mode: str) -> dict[str, tupl
         old = json.loads(file.read_text())
         if not isinstance(old, dict) or "model" not in old:
             raise ValueError("no model section")
+        old = configs.complete(old)  # Keys that are newer than the run have their defaults.
     except (OSError, ValueError) as error:
         raise UserError(
             f"{file} is not the config of a run ({error}); use another workdir"
         ) from error
     changed = configs.differences(old, config)
-    refused = {k: v for k, v in changed.items() if not configs.is_free(k, config)}
+    refused = {k: v for k, v in changed.items() if not configs.is_free(k, config, mode)}
     if refused:
         shown = ", ".join(f"{k} (there {old!r}, here {new!r})" for k, (old, new) in refused.items())
         verb = "continue" if mode == "train" else "evaluate"
@@ -140,8 +140,13 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def write_weights(path: Path, params: Mapping[str, Any]) -> None:
     """Writes the .npz that `fpr.load` reads: params with their names joined by "/"."""
-    arrays: dict[str, Any] = {n: np.asarray(value) for n, value in flatten(params).items()}
-    write_atomically(path, lambda p: np.savez(p, **arrays))
+    write_arrays(path, flatten(params))
+
+
+def write_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
+    """Writes an .npz file, atomically."""
+    plain_arrays: dict[str, Any] = {n: np.asarray(value) for n, value in arrays.items()}
+    write_atomically(path, lambda p: np.savez(p, **plain_arrays))
 
 
 class MetricsLog:
@@ -177,3 +182,14 @@ class MetricsLog:
         for name, value in record.items():
             if isinstance(value, int | float) and name not in ("step", "length"):
                 self._events.add_scalar(f"{prefix}/{name}", value, record["step"])
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Records of a metrics.jsonl; a half-written last line is left out."""
+    records = []
+    for text in path.read_text().splitlines() if path.exists() else []:
+        try:
+            records.append(json.loads(text))
+        except json.JSONDecodeError:
+            break
+    return records

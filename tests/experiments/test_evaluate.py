@@ -5,6 +5,8 @@ from experiments import evaluate
 from experiments.steps import init_state
 from experiments.train import optim
 
+pytestmark = pytest.mark.usefixtures("fast_compile")
+
 
 def outcome(correct, labelled=None):
     correct = np.array(correct, bool)
@@ -14,6 +16,8 @@ def outcome(correct, labelled=None):
         "correct": correct & labelled,
         "labelled": labelled,
         "steps": np.arange(1, n + 1),
+        "effective_layers": 2 * np.arange(1, n + 1),
+        "flops": np.full(n, 10.0),
         "residual": np.linspace(0.0, 0.3, n),
         "converged": np.arange(n) % 2 == 0,
     }
@@ -27,6 +31,9 @@ def test_sequence_token_and_prefix_accuracy_differ():
     assert r["prefix_accuracy"] == [0.75, 0.75, 0.75, 0.5]
     assert r["solver_steps_median"] == 2.5
     assert r["solver_steps_max"] == 4
+    assert r["solver_steps_mean"] == 2.5
+    assert r["effective_layers_mean"] == r["effective_layers_median"] == 5.0
+    assert r["flops_per_example_mean"] == r["flops_per_example_median"] == 10.0
     assert r["converged"] == 0.5
     assert r["residual_max"] == 0.3
     assert r["examples"] == 4
@@ -61,6 +68,15 @@ def test_budget_and_padding_of_the_last_batch(make_run, params):
     assert all(r["examples"] == 6 for r in results.values())
     assert run.clock.seconds["evaluation"] > 0
     assert run.clock.seconds["compile"] > 0
+    layers = run.config["model"]["num_layers"]
+    samples = {n: evaluate.read_samples(run.path, n) for n in results}
+    for length, r in results.items():
+        mine = samples[length]
+        assert mine["steps"].shape == (6,)
+        assert mine["correct"].mean() == r["sequence_accuracy"]
+        assert mine["steps"].max() == r["solver_steps_max"]
+        assert np.array_equal(mine["effective_layers"], layers * mine["steps"])
+        assert mine["flops"].min() > 0
     compiled = run.clock.seconds["compile"]
     assert evaluator(params) == results
     assert run.clock.seconds["compile"] == compiled, "the second evaluation compiled again"
@@ -72,3 +88,17 @@ def test_an_example_counts_the_same_in_any_batch(make_run, params):
     for a, b in zip(*(r.values() for r in results)):
         for name in ("sequence_accuracy", "token_accuracy", "solver_steps_max", "converged"):
             assert a[name] == b[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "layer_steps", "layers"),
+    [
+        ("fprm", {"num_layers": 3}, np.ones((2, 1)), 3),
+        ("trm", {}, np.ones((2, 1)), 42),  # 3 cycles of 7 networks of 2 blocks
+        ("transformer", {"num_layers": 5}, np.ones((2, 0)), 5),
+        ("fp_rnn", {"num_layers": 2}, np.ones((2, 2)), 1),
+    ],
+)
+def test_effective_layers_of_a_step(name, options, layer_steps, layers):
+    model = {"name": name, "vocab_size": 3, "seq_len": 4, "hidden_size": 16, **options}
+    assert evaluate.layers_per_step(model, layer_steps) == layers

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from experiments import run
-from experiments.report import read_metrics
-from experiments.workdir import Workdir
+from experiments.workdir import Workdir, read_metrics
 from tests.experiments.conftest import TINY, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,6 +144,7 @@ def test_train_then_evaluate_again(command, capsys, tmp_path):
     trained = json.loads((path / "result.json").read_text())
     assert command("--config.train.steps=2") == 0
     assert "continuing at step 2 of 2" in capsys.readouterr().out
+    again = json.loads((path / "result.json").read_text())
     records = read_metrics(path / "metrics.jsonl")
     keys = [(r["split"], r["step"], r.get("length")) for r in records]
     assert sorted(keys, key=str) == [("eval", 2, 4), ("eval", 2, 6), ("train", 2, None)]
@@ -152,10 +152,28 @@ def test_train_then_evaluate_again(command, capsys, tmp_path):
     flags = ("--config.train.steps=2", "--config.eval.lengths=(4,)", "--config.eval.max_examples=3")
     assert command(*flags, "--mode=eval") == 0
     assert "eval.max_examples is now 3, was 6" in capsys.readouterr().out
-    evaluated = json.loads((path / "result.json").read_text())
+    assert json.loads((path / "result.json").read_text()) == again
+    assert json.loads((path / "config.json").read_text())["eval"]["max_examples"] == 6
+    folder = path / "evaluations" / "eval.lengths=_4_,eval.max_examples=3"
+    evaluated = json.loads((folder / "result.json").read_text())
     assert evaluated["examples"] == {"4": 3}
     assert evaluated["step"] == trained["step"] == 2
-    assert json.loads((path / "config.json").read_text())["eval"]["max_examples"] == 6
+    assert evaluated["overrides"]["eval.max_examples"] == {"trained": 6, "here": 3}
+    assert trained["overrides"] == {}
+
+    # Test-time scaling: other solver options, and other data than the run was trained on.
+    flags = (
+        "--config.train.steps=2", "--mode=eval", "--config.model.solver.eval.decay=0.5",
+        "--config.model.solver.eval.max_steps=3", "--config.task.train_sequences=50",
+    )  # fmt: skip
+    assert command(*flags) == 0
+    (folder,) = (path / "evaluations").glob("solver.eval.decay=0.5*")
+    evaluated = json.loads((folder / "result.json").read_text())
+    assert evaluated["solver"]["decay"] == 0.5
+    assert evaluated["data"]["train"] != trained["data"]["train"]
+    assert max(evaluated["solver_steps_max"].values()) <= 3
+    assert {p.name for p in folder.iterdir()} >= {"samples.npz", "budget.png", "halting.png"}
+    assert json.loads((path / "result.json").read_text()) == again
 
 
 def test_sigterm_says_how_to_continue(config_file, tmp_path):
