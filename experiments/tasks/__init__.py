@@ -50,7 +50,10 @@ class Task(Protocol):
 
 @runtime_checkable
 class Scored(Protocol):
-    """A task with a finite evaluation set whose answers its own rules can judge."""
+    """A task with a finite evaluation set whose answers its own rules can judge.
+
+    A class attribute `headline`, if there is one, names the scores that are printed after a run.
+    """
 
     @property
     def eval_size(self) -> int:

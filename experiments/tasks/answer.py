@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import ClassVar
 
 import numpy as np
 
@@ -26,6 +27,12 @@ class AnswerTask:
       min_length: shortest training sequence.
       seed: seed of the data, part of its identity.
     """
+
+    headline: ClassVar[tuple[str, ...]] = (
+        "answer_accuracy",
+        "scaled_accuracy",
+        "majority_accuracy",
+    )
 
     length: int = 40
     min_length: int = 3

@@ -13,6 +13,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -204,6 +205,8 @@ class CatBabi:
       eval_split: "valid" or "test".
       seed: of the order of the stories in training; evaluation does not depend on it.
     """
+
+    headline: ClassVar[tuple[str, ...]] = ("qa_accuracy", "chance", "majority_accuracy")
 
     path: str = ""
     tasks: tuple[int, ...] = tuple(range(1, NUM_TASKS + 1))

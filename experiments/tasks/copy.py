@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import ClassVar
 
 import numpy as np
 
@@ -34,6 +35,12 @@ class Copy:
         padding.
       seed: seed of the data, part of its identity.
     """
+
+    headline: ClassVar[tuple[str, ...]] = (
+        "string_accuracy",
+        "character_accuracy",
+        "character_chance",
+    )
 
     letters: int = 26
     length: int = 50

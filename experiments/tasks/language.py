@@ -17,6 +17,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -80,6 +81,8 @@ class Language:
       vocab_size: number of token ids, padding included: 257 for bytes, 50258 for GPT-2's.
       seed: of the order of the training windows.
     """
+
+    headline: ClassVar[tuple[str, ...]] = ("perplexity", "perplexity_chance")
 
     path: str = ""
     eval_path: str = ""
