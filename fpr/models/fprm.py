@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from fpr import layers
-from fpr.models import base
+from fpr.models import base, bases
 
 _CHOICES = {
     "norm_type": ("pre", "post", "peri"),
@@ -44,6 +44,11 @@ class FPRMConfig:
       rope: rotary positions, or none.
       softmax_temp: divides the attention logits.
       mlp_t: an MLP over positions instead of attention.
+      base: what mixes tokens, see `fpr.models.bases`: transformer (attention), mlp_mixer, cnn,
+        mamba or fp_rnn. All but mlp_mixer can be causal; a recurrent base that is not causal reads
+        forwards and backwards in every sublayer. rope, num_heads and softmax_temp are attention's.
+      base_options: options of the base: {"kernel": 3} for cnn, fields of `MambaConfig` and
+        `FPRNNConfig` for mamba and fp_rnn.
       norm_type: pre, post (norm after the sum) or peri (before and on the sublayer's output).
       norm_placement: where f has one more RMSNorm: none, input, output.
       norm_eps: epsilon of every RMSNorm.
@@ -61,6 +66,9 @@ class FPRMConfig:
       z0: "random": truncated normal redrawn for each sample from its key (one shared draw where
         no key is given); "fixed": always that one draw.
       z0_std: its standard deviation.
+      dropout: rate of variational dropout in training (where a key is given): a mask on the
+        channels of each sublayer's output, one for each sample, the same for all tokens and all
+        iterations of its solve.
       dtype: compute type, float32 or bfloat16; iterate, parameters and norms stay float32.
       solver, adjoint: see `base.make_solver` and `base.make_adjoint`.
     """
@@ -75,6 +83,8 @@ class FPRMConfig:
     rope: bool = True
     softmax_temp: float = 1.0
     mlp_t: bool = False
+    base: str = "transformer"
+    base_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     norm_type: str = "pre"
     norm_placement: str = "none"
     norm_eps: float = 1e-5
@@ -90,6 +100,7 @@ class FPRMConfig:
     num_puzzles: int = 0
     z0: str = "random"
     z0_std: float = 6.0
+    dropout: float = 0.0
     dtype: str = "float32"
     solver: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {"preset": "fprm"})
     adjoint: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {"name": "one_step"})
@@ -115,6 +126,8 @@ class FPRMConfig:
             raise ValueError(
                 f"model.rope needs an even head width, got {self.hidden_size // self.num_heads}"
             )
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"model.dropout={self.dropout!r}, allowed: 0 <= dropout < 1")
         for name in ("alpha_1", "alpha_2"):
             if not 0.0 < getattr(self, name) < 1.0:
                 raise ValueError(f"model.{name}={getattr(self, name)!r}, allowed: 0 < alpha < 1")
@@ -131,6 +144,7 @@ class FPRMConfig:
                 f"model.num_puzzles={self.num_puzzles} needs model.num_registers >= 1 to hold it"
             )
         base.dtype_of(self.dtype)
+        bases.check(self)
 
     @property
     def layers_per_step(self) -> int:
@@ -165,10 +179,8 @@ class FPRMLayer(base.Layer):
         if c.mlp_t:
             self.token_mixers = [layers.SwiGLU(c.expansion, dtype) for _ in range(c.num_layers)]
         else:
-            self.token_mixers = [
-                layers.Attention(c.num_heads, c.causal, c.rope, c.softmax_temp, dtype)
-                for _ in range(c.num_layers)
-            ]
+            make_mixer = bases.BASES[c.base][1]
+            self.token_mixers = [make_mixer(c) for _ in range(c.num_layers)]
         self.mlps = [layers.SwiGLU(c.expansion, dtype) for _ in range(c.num_layers)]
         names = ("alpha_2",) if c.outer_only else ("alpha_1", "alpha_2")
         if c.residual_scale == "input_independent":
@@ -213,9 +225,25 @@ class FPRMLayer(base.Layer):
         b1, b2 = tied_scales(a1, a2, 2 * c.num_layers)
         return a1, b1, a2, b2
 
-    def step(self, x: jax.Array, z: jax.Array) -> jax.Array:
+    @property
+    def dropout(self) -> float:
+        return self.config.dropout
+
+    def drop(self, x: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(x, masks (B, 2L, D)): 0 or 1/(1 - dropout) for each sublayer's channels."""
+        shape, keep = (2 * self.config.num_layers, self.config.hidden_size), 1.0 - self.dropout
+        masks = jax.vmap(lambda k: jax.random.bernoulli(k, keep, shape))(key)
+        return x, masks / keep
+
+    def step(self, x: Any, z: jax.Array) -> jax.Array:
+        """f. x: (B, T, D), or what `drop` returns."""
+        return self.update(x, z, self.token_mixers)
+
+    def update(self, x: Any, z: jax.Array, token_mixers: Sequence[Any]) -> jax.Array:
+        """f with the given maps (B, T, D) -> (B, T, D) in the place of attention."""
         c = self.config
         dtype = base.dtype_of(c.dtype)
+        x, masks = x if isinstance(x, tuple) else (x, None)
         z, x = z.astype(dtype), x.astype(dtype)
 
         def norm(v: jax.Array, axis: int = -1) -> jax.Array:
@@ -229,24 +257,56 @@ class FPRMLayer(base.Layer):
             z = norm(z)
         z = a2 * z + b2 * x
 
-        def sublayer(g: Any, z: jax.Array, axis: int = -1) -> jax.Array:
-            if c.norm_type == "pre":
-                return a1 * z + b1 * g(norm(z, axis))
-            if c.norm_type == "post":
-                return norm(a1 * z + b1 * g(z), axis)
-            return a1 * z + b1 * norm(g(norm(z, axis)), axis)
+        def sublayer(i: int, g: Any, z: jax.Array, axis: int = -1) -> jax.Array:
+            out = g(z if c.norm_type == "post" else norm(z, axis))
+            if c.norm_type == "peri":
+                out = norm(out, axis)
+            if masks is not None:
+                out = out * masks[:, i, None].astype(dtype)
+            z = a1 * z + b1 * out
+            return norm(z, axis) if c.norm_type == "post" else z
 
-        for mixer, mlp in zip(self.token_mixers, self.mlps):
+        for i, (mixer, mlp) in enumerate(zip(token_mixers, self.mlps)):
             if c.mlp_t:
                 # As released: this sublayer's norm, too, runs over each channel's positions.
-                z = sublayer(lambda v, g=mixer: g(v.swapaxes(1, 2)).swapaxes(1, 2), z, axis=1)
+                z = sublayer(
+                    2 * i, lambda v, g=mixer: g(v.swapaxes(1, 2)).swapaxes(1, 2), z, axis=1
+                )
             else:
-                z = sublayer(mixer, z)
-            z = sublayer(mlp, z)
+                z = sublayer(2 * i, mixer, z)
+            z = sublayer(2 * i + 1, mlp, z)
         return norm(z) if c.norm_placement == "output" else z
 
     def readout(self, h: jax.Array, x: jax.Array, z: jax.Array) -> jax.Array:
         return z
+
+
+class InnerLoopLayer(FPRMLayer):
+    """FPRM's loop around token mixers with fixed points of their own (`base="fp_rnn"`).
+
+    The iterate is {"z": (B, T, D), "inner": each block's inner iterates}: one loop solves both.
+    """
+
+    def init_state(self, x: jax.Array, key: jax.Array | None) -> base.PyTree:
+        inner = tuple(mixer.init_inner(x) for mixer in self.token_mixers)
+        return {"z": super().init_state(x, key), "inner": inner}
+
+    def step(self, x: Any, z: base.PyTree) -> base.PyTree:
+        inner = []
+
+        def advance(mixer: Any, y: base.PyTree) -> Any:
+            def g(v: jax.Array) -> jax.Array:
+                out, new = mixer(v, y)
+                inner.append(new)
+                return out
+
+            return g
+
+        mixers = [advance(m, y) for m, y in zip(self.token_mixers, z["inner"], strict=True)]
+        return {"z": self.update(x, z["z"], mixers), "inner": tuple(inner)}
+
+    def readout(self, h: jax.Array, x: jax.Array, z: base.PyTree) -> jax.Array:
+        return z["z"]
 
 
 class FPRM(base.Model):
@@ -269,7 +329,8 @@ class FPRM(base.Model):
             self.puzzle_embedding = self.param(
                 "puzzle_embedding", nn.initializers.zeros_init(), (c.num_puzzles, c.hidden_size)
             )
-        self.layers = [self.block(c)]
+        # Only FPRM's own loop carries inner iterates; the other blocks refuse such a base.
+        self.layers = [InnerLoopLayer(c) if c.base == "fp_rnn" else self.block(c)]
         dtype = base.dtype_of(c.dtype)
         self.lm_head = layers.Linear(c.vocab_size, dtype=dtype)
         zeros = nn.initializers.zeros_init()
@@ -296,7 +357,13 @@ class FPRM(base.Model):
 
 
 def _check_length(config: FPRMConfig, shape: tuple[int, ...]) -> None:
-    fixed = "mlp_t" if config.mlp_t else "conv2d" if config.conv == "conv2d" else None
+    grid_cnn = config.base == "cnn" and not config.causal
+    named = {
+        "mlp_t": config.mlp_t,
+        "conv2d": config.conv == "conv2d",
+        f"base {config.base}": config.base == "mlp_mixer" or grid_cnn,
+    }
+    fixed = next((name for name, is_fixed in named.items() if is_fixed), None)
     if fixed and shape[1] != config.seq_len:
         raise ValueError(
             f"batch['tokens'] has length {shape[1]}, but {fixed} fixes it to model.seq_len="

@@ -60,6 +60,15 @@ class TRMConfig(FPRMConfig):
         for name, least in (("h_cycles", 1), ("l_cycles", 1), ("num_levels", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"model.{name}={getattr(self, name)!r}, allowed: >= {least}")
+        if self.dropout:
+            raise ValueError(
+                f"model.dropout={self.dropout!r}, allowed: 0 (the recursion has no dropout)"
+            )
+        if self.base == "fp_rnn":
+            raise ValueError(
+                "model.base='fp_rnn' carries iterates of its own, which the recursion over z_H and "
+                "z_L does not; allowed: cnn, mamba, mlp_mixer, transformer"
+            )
         if self.gradient not in ("cycle", "step", "all"):
             choices = ("cycle", "step", "all")
             raise ValueError(
