@@ -7,11 +7,20 @@ import fpr
 from experiments import config as configs
 from experiments.configs import state_tracking, word_problem
 from experiments.errors import UserError
+from experiments.tasks import groups
 
+# Of several hundred variants: every model at both sizes, and every kind of change.
+WORD_PROBLEM = [
+    *(f"{model}_a5" for model in word_problem.PAPER_MODELS),
+    *(f"{model}_small_s3" for model in word_problem.SMALL_MODELS),
+    *(f"fp_mamba_dplr_s5_{change}" for change in ("cap4", "gamma", "rank4", "long")),
+    "mamba_z60_depth2",
+    "fp_mamba_small_a4_gamma",
+]
 FILES = {
     "quickstart.py": [""],
     "state_tracking.py": state_tracking.VARIANTS,
-    "word_problem.py": word_problem.VARIANTS,
+    "word_problem.py": WORD_PROBLEM,
 }
 ALL = [
     f"{configs.CONFIG_DIR / n}{v and ':' + v}" for n, variants in FILES.items() for v in variants
@@ -36,3 +45,11 @@ def test_paper_sizes(variant, parameters):
 def test_unknown_variant(module):
     with pytest.raises(UserError, match="unknown variant 'nope'; valid: "):
         module.get_config("nope")
+
+
+def test_every_word_problem_names_its_group():
+    """All variants load, and the model's vocabulary is the group's."""
+    for variant in word_problem.VARIANTS:
+        config = word_problem.get_config(variant)
+        order = groups.group(config.task.group).order
+        assert config.model.vocab_size == order + 1, variant
