@@ -58,16 +58,20 @@ class Linear(nn.Module):
         return y
 
 
-def rotary(x: jax.Array, base: float = 1e4) -> jax.Array:
+def rotary(x: jax.Array, base: float = 1e4, start: jax.Array | None = None) -> jax.Array:
     """Rotary position embedding in the rotate-half form.
 
     Args:
       x: (..., T, K) queries or keys, K even; position t is the index on the time axis.
       base: wavelength base.
+      start: (B,) position of the first step, or None for 0.
     """
     t, k = x.shape[-2:]
     inv = 1.0 / base ** (jnp.arange(0, k, 2, dtype=jnp.float32) / k)
-    angle = jnp.arange(t, dtype=jnp.float32)[:, None] * inv  # (T, K/2)
+    position = jnp.arange(t, dtype=jnp.float32)
+    if start is not None:
+        position = start[:, None, None].astype(jnp.float32) + position  # (B, 1, T)
+    angle = position[..., None] * inv  # (T, K/2), or (B, 1, T, K/2)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
@@ -85,6 +89,10 @@ class Attention(nn.Module):
       causal: each position sees itself and the past only.
       rope: rotary positions on queries and keys.
       softmax_temp: divides the logits q·k / sqrt(D/H).
+
+    With `past` (keys, values, position), those (B, H, S, K) of up to S positions of which the first
+    `position` (B,) are filled in, it attends to them as well and also returns `past` with x added;
+    outputs beyond S positions are NaN.
     """
 
     num_heads: int
@@ -94,22 +102,37 @@ class Attention(nn.Module):
     dtype: Dtype = jnp.float32
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, past: tuple[jax.Array, ...] | None = None) -> Any:
         b, t, d = x.shape
         head = d // self.num_heads
+        start = None if past is None else past[2]
         qkv = Linear(3 * d, dtype=self.dtype, name="qkv_proj")(x)
         qkv = qkv.reshape(b, t, 3, self.num_heads, head)
         q, k, v = jnp.transpose(qkv, (2, 0, 3, 1, 4))  # Each (B, H, T, K).
         if self.rope:
-            q, k = rotary(q), rotary(k)
+            q, k = rotary(q, start=start), rotary(k, start=start)
+        if past is not None:
+            at = past[2][:, None] + jnp.arange(t)  # (B, T)
+            rows = jnp.arange(b)[:, None]
+            k, v = (
+                old.at[rows, :, at].set(new.swapaxes(1, 2).astype(old.dtype), mode="drop")
+                for old, new in zip(past, (k, v))
+            )
+            past = (k, v, past[2] + t)
         scores = jnp.einsum("bhtk,bhsk->bhts", q, k, preferred_element_type=jnp.float32)
         scores *= 1.0 / (head**0.5 * self.softmax_temp)
         if self.causal:
-            past = jnp.tril(jnp.ones((t, t), bool))
-            scores = jnp.where(past, scores, jnp.finfo(scores.dtype).min)
+            if past is None:
+                seen = jnp.tril(jnp.ones((t, t), bool))
+            else:
+                seen = (jnp.arange(k.shape[2]) <= at[..., None])[:, None]  # (B, 1, T, S)
+            scores = jnp.where(seen, scores, jnp.finfo(scores.dtype).min)
         weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
         out = jnp.einsum("bhts,bhsk->bthk", weights, v)
-        return Linear(d, dtype=self.dtype, name="o_proj")(out.reshape(b, t, d))
+        out = Linear(d, dtype=self.dtype, name="o_proj")(out.reshape(b, t, d))
+        if past is None:
+            return out
+        return jnp.where((at < k.shape[2])[..., None], out, jnp.nan), past
 
 
 def swiglu_width(dim: int, expansion: float) -> int:
@@ -138,8 +161,20 @@ def depthwise_init(key: jax.Array, shape: tuple[int, ...], dtype: Dtype = jnp.fl
     return truncated_normal_init(taps**-0.5)(key, shape, dtype)
 
 
+def next_window(x: jax.Array, window: jax.Array | None) -> jax.Array | None:
+    """The last inputs (B, K-1, D) of a causal convolution after x (B, T, D).
+
+    `window` holds those before x; None stays None: nobody asked.
+    """
+    if window is None:
+        return None
+    return jnp.concatenate([window, x.astype(window.dtype)], axis=1)[:, x.shape[1] :]
+
+
 class ShortConv(nn.Module):
     """Causal depthwise convolution over time, y_t = Σ_j w_j x_{t-K+1+j} (+ b): (B, T, D).
+
+    `window` (B, K-1, D) holds the inputs before the first step; None is zeros.
 
     Written as shifted adds, which beats the convolution primitive on CPU (2.1 s against 2.4 s for
     six differentiated FPRM iterations, `shared/kernels.md`) and fuses everywhere.
@@ -150,10 +185,14 @@ class ShortConv(nn.Module):
     dtype: Dtype = jnp.float32
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, window: jax.Array | None = None) -> jax.Array:
         k, (_, t, d) = self.kernel_size, x.shape
         kernel = self.param("kernel", depthwise_init, (k, d)).astype(self.dtype)
-        padded = jnp.pad(x.astype(self.dtype), ((0, 0), (k - 1, 0), (0, 0)))
+        x = x.astype(self.dtype)
+        if window is None:
+            padded = jnp.pad(x, ((0, 0), (k - 1, 0), (0, 0)))
+        else:
+            padded = jnp.concatenate([window.astype(self.dtype), x], axis=1)
         taps = [kernel[j] * padded[:, j : j + t] for j in range(k)]
         y = functools.reduce(jnp.add, taps)
         if self.use_bias:

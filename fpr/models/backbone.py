@@ -62,7 +62,7 @@ class StackConfig:
             raise ValueError(f"model.{name}={value!r}{base.nearest(str(value), choices)}")
 
 
-class Block(base.Layer):
+class Block(base.SequentialLayer):
     """A layer h + block(RMSNorm(h)). Subclasses set `self.norm` in `setup`.
 
     Attributes:
@@ -73,7 +73,7 @@ class Block(base.Layer):
     config: Any
     dtype: Any = jnp.float32
 
-    def prepare(self, u: jax.Array) -> PyTree:
+    def prepare(self, u: jax.Array, cache: PyTree = None) -> PyTree:
         """`inject` behind the norm: u (B, T, D) -> x."""
         raise TypeError(f"{type(self).__name__} does not define prepare")
 
@@ -81,8 +81,8 @@ class Block(base.Layer):
         """What the block adds to the stream, (B, T, D)."""
         raise TypeError(f"{type(self).__name__} does not define output")
 
-    def inject(self, h: jax.Array) -> PyTree:
-        return self.prepare(self.norm(h))
+    def inject(self, h: jax.Array, cache: PyTree = None) -> PyTree:
+        return self.prepare(self.norm(h), cache)
 
     def readout(self, h: jax.Array, x: PyTree, z: PyTree) -> jax.Array:
         return h + self.output(x, z).astype(h.dtype)
@@ -121,9 +121,16 @@ class Stack(base.Model):
         return self.lm_head(self.final_norm(h)).astype(jnp.float32), None
 
 
-def shift(y: jax.Array) -> jax.Array:
-    """shift(y)[t] = y[t-1], zero at t = 0; time is axis 1."""
-    return jnp.pad(y[:, :-1], ((0, 0), (1, 0)) + ((0, 0),) * (y.ndim - 2))
+def shift(y: jax.Array, before: jax.Array | None = None) -> jax.Array:
+    """shift(y)[t] = y[t-1] along axis 1; at t = 0 `before` (B, ...), or zero."""
+    if before is None:
+        return jnp.pad(y[:, :-1], ((0, 0), (1, 0)) + ((0, 0),) * (y.ndim - 2))
+    return jnp.concatenate([before[:, None].astype(y.dtype), y[:, :-1]], axis=1)
+
+
+def state_dtype(dtype: Any) -> Any:
+    """Type of a state that is carried over time, for the compute type `dtype`."""
+    return jnp.promote_types(dtype, jnp.float32)
 
 
 def wide(x: jax.Array) -> jax.Array:

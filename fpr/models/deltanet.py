@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from fpr import layers
 from fpr.delta import delta_rule
 from fpr.mixers import l2_normalize
-from fpr.models.backbone import PlainBlock, Stack, StackConfig, wide
+from fpr.models.backbone import PlainBlock, Stack, StackConfig, state_dtype, wide
 from fpr.models.fp_mamba import init_dt_bias
 from fpr.models.fp_mamba2 import init_rate
 
@@ -91,14 +91,33 @@ class DeltaNetLayer(PlainBlock):
         self.head_norm = layers.RMSNorm(c.norm_eps)
         self.out_proj = layers.Linear(c.hidden_size, dtype=dtype)
 
-    def prepare(self, u: jax.Array) -> PyTree:
+    def init_cache(self, batch_size: int) -> PyTree:
+        """The state (B, H, K, V), and the last inputs of the convolutions of q, k and v."""
         c = self.config
-        q, k, v = self.q_proj(u), self.k_proj(u), self.v_proj(u)
+        shape = (batch_size, c.num_heads, c.key_width, c.expand_v * c.key_width)
+        cache = {"h": jnp.zeros(shape, state_dtype(self.dtype))}
         if c.conv:
-            q, k, v = self.q_conv(q), self.k_conv(k), self.v_conv(v)
+            keys = c.num_heads * c.key_width
+            widths = (keys, c.num_householder * keys, c.num_householder * c.expand_v * keys)
+            taps = c.conv_kernel - 1
+            for name, width in zip("qkv", widths):
+                cache[name] = jnp.zeros((batch_size, taps, width), self.dtype)
+        return cache
+
+    def prepare(self, u: jax.Array, cache: PyTree = None) -> PyTree:
+        c, cache = self.config, cache or {}
+        q, k, v = self.q_proj(u), self.k_proj(u), self.v_proj(u)
+        past = [cache.get(name) for name in "qkv"]
+        windows = {n: layers.next_window(a, w) for n, a, w in zip("qkv", (q, k, v), past)}
+        if c.conv:
+            convs = (self.q_conv, self.k_conv, self.v_conv)
+            q, k, v = (conv(a, w) for conv, a, w in zip(convs, (q, k, v), past))
         q, k, v = (jax.nn.silu(a) for a in (q, k, v))
         beta = jax.nn.sigmoid(wide(self.beta_proj(u)))
-        x = {"q": q, "k": k, "v": v, "beta": 2.0 * beta if c.negative_eigenvalues else beta}
+        x = {
+            "cache": cache, "windows": windows, "q": q, "k": k, "v": v,
+            "beta": 2.0 * beta if c.negative_eigenvalues else beta,
+        }  # fmt: skip
         if c.decay:
             step = jax.nn.softplus(wide(self.dt_proj(u)) + self.dt_bias)
             x["log_decay"] = -jnp.exp(self.a_log) * step
@@ -106,8 +125,8 @@ class DeltaNetLayer(PlainBlock):
             x["gate"] = jax.nn.silu(self.gate_proj(u))
         return x
 
-    def step(self, x: PyTree, z: Any) -> jax.Array:
-        """The output of the delta rule, (B, T, H, V)."""
+    def step(self, x: PyTree, z: Any) -> tuple[jax.Array, jax.Array]:
+        """The output of the delta rule, (B, T, H, V), and the state after the last token."""
         c = self.config
         b, t = x["q"].shape[:2]
         factors = (c.num_householder, c.num_heads) if c.num_householder > 1 else (c.num_heads,)
@@ -117,10 +136,13 @@ class DeltaNetLayer(PlainBlock):
         v = x["v"].reshape(b, t, *factors, -1)
         beta = x["beta"].reshape(b, t, *factors)
         chunk = c.num_householder * c.chunk_size
-        return delta_rule(q, k, v, beta, x.get("log_decay"), chunk=chunk)[0]
+        return delta_rule(q, k, v, beta, x.get("log_decay"), x["cache"].get("h"), chunk=chunk)
 
-    def output(self, x: PyTree, z: jax.Array) -> jax.Array:
-        out = self.head_norm(z)
+    def next_cache(self, x: PyTree, z: tuple[jax.Array, jax.Array]) -> PyTree:
+        return {"h": z[1]} | (x["windows"] if self.config.conv else {})
+
+    def output(self, x: PyTree, z: tuple[jax.Array, jax.Array]) -> jax.Array:
+        out = self.head_norm(z[0])
         out = out.reshape(*out.shape[:2], -1)
         return self.out_proj(out * x["gate"] if self.config.output_gate else out)
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from fpr import layers
 from fpr.mixers import NormedLinear, l2_normalize
-from fpr.models.backbone import Stack, shift, wide
+from fpr.models.backbone import Stack, shift, state_dtype, wide
 from fpr.models.fp_rnn import MixerBlock, MixerConfig
 from fpr.scan import selective_scan
 
@@ -170,10 +170,31 @@ class SelectiveBlock(MixerBlock):
     def init_state(self, x: PyTree, key: jax.Array | None) -> jax.Array:
         return jnp.zeros_like(wide(x["x"]))
 
+    def scan(self, x: PyTree, z: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """One application of f, and the matrix state after the last token."""
+        raise TypeError(f"{type(self).__name__} does not define scan")
+
+    def step(self, x: PyTree, z: jax.Array) -> jax.Array:
+        return self.scan(x, z)[0]
+
+    def make_cache(self, state: jax.Array, conv_size: int) -> PyTree:
+        """The cache before the first token: its matrix state, y, and the convolution's inputs."""
+        c, b = self.config, state.shape[0]
+        cache = {"h": state, "y": jnp.zeros((b, c.inner_size), state.dtype)}
+        if c.conv:
+            cache["conv"] = jnp.zeros((b, c.conv_kernel - 1, conv_size), self.dtype)
+        return cache
+
+    def next_cache(self, x: PyTree, z: jax.Array) -> PyTree:
+        # The solver keeps y only; one more application at the solution gives its matrix state.
+        cache = {"h": self.scan(x, z)[1], "y": z[:, -1]}
+        return cache | {"conv": x["window"]} if self.config.conv else cache
+
     def output(self, x: PyTree, z: jax.Array) -> jax.Array:
         y = z.astype(self.dtype)
         if not self.config.glu_in_loop:
-            y = jax.nn.silu(x["gate"] + self.z_y_proj(shift(y))) * y
+            before = shift(y, x["cache"].get("y"))
+            y = jax.nn.silu(x["gate"] + self.z_y_proj(before)) * y
         return self.out_proj(y)
 
 
@@ -206,15 +227,24 @@ class FPMambaLayer(SelectiveBlock):
             self.dt_y_proj = NormedLinear(c.step_rank, c.weight_norm)
         self.out_norm = LayerNorm(c.norm_eps)
 
-    def prepare(self, u: jax.Array) -> PyTree:
+    def init_cache(self, batch_size: int) -> PyTree:
         c = self.config
+        shape = (batch_size, c.inner_size, c.state_size)
+        return self.make_cache(jnp.zeros(shape, state_dtype(self.dtype)), c.inner_size)
+
+    def prepare(self, u: jax.Array, cache: PyTree = None) -> PyTree:
+        c, cache = self.config, cache or {}
         x, z = jnp.split(self.in_proj(u), 2, axis=-1)
+        window = cache.get("conv")
+        next_window = layers.next_window(x, window)
         if c.conv:
-            x = jax.nn.silu(self.conv1d(x))
+            x = jax.nn.silu(self.conv1d(x, window))
         ends = (c.step_rank, c.step_rank + c.state_size)
         low, b, out = jnp.split(self.x_proj(x), ends, axis=-1)
         depends = c.hidden_dependence
         return {
+            "cache": cache,
+            "window": next_window,
             "x": x,
             "gate": jax.nn.silu(z) if c.glu_in_loop else z,
             "delta": low if "lambda" in depends else self.step_size(low),
@@ -234,17 +264,17 @@ class FPMambaLayer(SelectiveBlock):
             return -LAMBDA_RATE * jax.nn.softplus(self.omega)
         return -jnp.exp(self.a_log)
 
-    def step(self, x: PyTree, z: jax.Array) -> jax.Array:
-        c = self.config
+    def scan(self, x: PyTree, z: jax.Array) -> tuple[jax.Array, jax.Array]:
+        c, cache = self.config, x["cache"]
         y = z.astype(self.dtype)
-        before = shift(y)
+        before = shift(y, cache.get("y"))
         mixed = self.mix_channels(x, y, before)
         delta = x["delta"]
         if "lambda" in c.hidden_dependence:
             delta = self.step_size(delta + self.dt_y_proj(before))
         b, out = self.selected(x, before)
-        out, _ = selective_scan(mixed, delta, self.rate(), b, out, self.skip)
-        return self.out_norm(out * x["gate"] if c.glu_in_loop else out)
+        out, last = selective_scan(mixed, delta, self.rate(), b, out, self.skip, h0=cache.get("h"))
+        return self.out_norm(out * x["gate"] if c.glu_in_loop else out), last
 
 
 class FPMamba(Stack):

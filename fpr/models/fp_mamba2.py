@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from fpr import layers
 from fpr.mixers import NormedLinear
-from fpr.models.backbone import Stack, shift, wide
+from fpr.models.backbone import Stack, shift, state_dtype, wide
 from fpr.models.fp_mamba import SelectiveBlock, SelectiveConfig, init_dt_bias
 from fpr.ssd import ssd
 
@@ -75,16 +75,26 @@ class FPMamba2Layer(SelectiveBlock):
             self.dt_y_proj = NormedLinear(heads, c.weight_norm)
         self.out_norm = layers.RMSNorm(c.norm_eps)
 
-    def prepare(self, u: jax.Array) -> PyTree:
+    def init_cache(self, batch_size: int) -> PyTree:
         c = self.config
+        shape = (batch_size, c.num_heads, c.head_dim, c.state_size)
+        bc = c.num_groups * c.state_size
+        return self.make_cache(jnp.zeros(shape, state_dtype(self.dtype)), c.inner_size + 2 * bc)
+
+    def prepare(self, u: jax.Array, cache: PyTree = None) -> PyTree:
+        c, cache = self.config, cache or {}
         d, bc = c.inner_size, c.num_groups * c.state_size
         z, x, dt = jnp.split(self.in_proj(u), (d, 2 * d + 2 * bc), axis=-1)
+        window = cache.get("conv")
+        next_window = layers.next_window(x, window)
         if c.conv:
-            x = jax.nn.silu(self.conv1d(x))
+            x = jax.nn.silu(self.conv1d(x, window))
         x, b, out = jnp.split(x, (d, d + bc), axis=-1)
         b, out = (v.reshape(*v.shape[:2], c.num_groups, c.state_size) for v in (b, out))
         depends = c.hidden_dependence
         return {
+            "cache": cache,
+            "window": next_window,
             "x": x,
             "gate": z,
             "delta": dt if "lambda" in depends else self.step_size(dt),
@@ -97,10 +107,10 @@ class FPMamba2Layer(SelectiveBlock):
         """Δ (B, T, H)."""
         return jax.nn.softplus(wide(raw) + self.dt_bias)
 
-    def step(self, x: PyTree, z: jax.Array) -> jax.Array:
-        c = self.config
+    def scan(self, x: PyTree, z: jax.Array) -> tuple[jax.Array, jax.Array]:
+        c, cache = self.config, x["cache"]
         y = z.astype(self.dtype)
-        before = shift(y)
+        before = shift(y, cache.get("y"))
         mixed = self.mix_channels(x, y, before)
         delta = x["delta"]
         if "lambda" in c.hidden_dependence:
@@ -108,8 +118,11 @@ class FPMamba2Layer(SelectiveBlock):
         b, out = self.selected(x, before)
         heads = mixed.reshape(*y.shape[:2], c.num_heads, c.head_dim)
         a = -jnp.exp(self.a_log)
-        scanned, _ = ssd(heads, delta, a, b, out, self.skip, chunk=c.chunk_size)
-        return self.out_norm(wide(scanned.reshape(y.shape)) * jax.nn.silu(wide(x["gate"])))
+        scanned, last = ssd(
+            heads, delta, a, b, out, self.skip, h0=cache.get("h"), chunk=c.chunk_size
+        )
+        out = self.out_norm(wide(scanned.reshape(y.shape)) * jax.nn.silu(wide(x["gate"])))
+        return out, last
 
 
 class FPMamba2(Stack):

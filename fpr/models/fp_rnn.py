@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from fpr import layers
 from fpr.mixers import ACTIVATIONS, MIXERS, ChannelMixer, Factors, Mixer, MixerOptions
-from fpr.models.backbone import Block, Stack, StackConfig, shift, wide
+from fpr.models.backbone import Block, Stack, StackConfig, shift, state_dtype, wide
 from fpr.scan import linear_scan
 
 PyTree = Any
@@ -139,15 +139,30 @@ class FPRNNLayer(MixerBlock):
         self.out_norm = layers.RMSNorm(c.norm_eps)
         self.out_proj = layers.Linear(c.hidden_size, dtype=dtype)
 
-    def prepare(self, u: jax.Array) -> PyTree:
+    def init_cache(self, batch_size: int) -> PyTree:
+        """h (B, d), and with convolutions the last inputs of those before and after the loop."""
+        c, dtype = self.config, self.dtype
+        cache = {"h": jnp.zeros((batch_size, c.inner_size), state_dtype(dtype))}
+        if c.conv:
+            taps = c.conv_kernel - 1
+            cache["conv"] = jnp.zeros((batch_size, taps, c.inner_size), dtype)
+            cache["conv_c"] = jnp.zeros((batch_size, taps, 2 * c.inner_size), dtype)
+        return cache
+
+    def prepare(self, u: jax.Array, cache: PyTree = None) -> PyTree:
+        cache = cache or {}
         x, z = jnp.split(self.in_proj(u), 2, axis=-1)
+        window = cache.get("conv")
+        next_window = layers.next_window(x, window)
         x_mixer = x_b = x_lambda = x
         if self.config.conv:
             x_mixer, x_b, x_lambda, x = (
-                jax.nn.silu(conv(x))
+                jax.nn.silu(conv(x, window))
                 for conv in (self.conv_mixer, self.conv_b, self.conv_lambda, self.conv_x)
             )
         return {
+            "cache": cache,
+            "window": next_window,
             "x": x,
             "z": z,
             "bx": jax.nn.silu(self.b_proj(x_b)) * x,
@@ -160,17 +175,27 @@ class FPRNNLayer(MixerBlock):
 
     def step(self, x: PyTree, z: jax.Array) -> jax.Array:
         y = z.astype(self.dtype)
-        q = self.mixer_factors(x["mixer"], shift(y))
+        before = x["cache"].get("h")
+        q = self.mixer_factors(x["mixer"], shift(y, before))
         mixed = self.mixer.transform(q, x["bx"] - y) + y
         decay = x["lambda"]
-        return linear_scan(decay, (1.0 - decay) * mixed)[0]
+        return linear_scan(decay, (1.0 - decay) * mixed, before)[0]
+
+    def next_cache(self, x: PyTree, z: jax.Array) -> PyTree:
+        cache = {"h": z[:, -1]}
+        if self.config.conv:
+            xy = jnp.concatenate([x["x"], z.astype(self.dtype)], axis=-1)
+            cache["conv"] = x["window"]
+            cache["conv_c"] = layers.next_window(xy, x["cache"]["conv_c"])
+        return cache
 
     def output(self, x: PyTree, z: jax.Array) -> jax.Array:
         y = z.astype(self.dtype)
         if self.config.conv:
-            c = jax.nn.silu(self.conv_c(jnp.concatenate([x["x"], y], axis=-1)))
+            xy = jnp.concatenate([x["x"], y], axis=-1)
+            c = jax.nn.silu(self.conv_c(xy, x["cache"].get("conv_c")))
         else:
-            c = jnp.concatenate([x["x"], shift(y)], axis=-1)
+            c = jnp.concatenate([x["x"], shift(y, x["cache"].get("h"))], axis=-1)
         gated = jax.nn.silu(x["z"]) * jax.nn.silu(self.c_proj(c)) * y
         return self.out_proj(self.out_norm(gated))
 

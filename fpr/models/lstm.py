@@ -10,9 +10,12 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from fpr import layers
 from fpr.models.backbone import PlainBlock, Stack, StackConfig
+
+PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,18 +39,28 @@ class LSTMLayer(PlainBlock):
     def setup(self) -> None:
         c, dtype = self.config, self.dtype
         self.norm = layers.RMSNorm(c.norm_eps)
-        self.lstm = nn.RNN(nn.OptimizedLSTMCell(c.expand * c.hidden_size, dtype=dtype))
+        self.lstm = nn.RNN(
+            nn.OptimizedLSTMCell(c.expand * c.hidden_size, dtype=dtype), return_carry=True
+        )
         self.out_proj = layers.Linear(c.hidden_size, dtype=dtype)
 
-    def prepare(self, u: jax.Array) -> jax.Array:
-        return u
+    def init_cache(self, batch_size: int) -> PyTree:
+        """c and h, (B, cells)."""
+        zeros = jnp.zeros((batch_size, self.config.expand * self.config.hidden_size))
+        return zeros, zeros
 
-    def step(self, x: jax.Array, z: Any) -> jax.Array:
-        h: Any = self.lstm(x)
-        return h
+    def prepare(self, u: jax.Array, cache: PyTree = None) -> PyTree:
+        return {"cache": cache, "u": u}
 
-    def output(self, x: jax.Array, z: jax.Array) -> jax.Array:
-        return self.out_proj(z)
+    def step(self, x: PyTree, z: Any) -> PyTree:
+        """(c, h) after the last token, and h at all tokens (B, T, cells)."""
+        return self.lstm(x["u"], initial_carry=x["cache"])
+
+    def next_cache(self, x: PyTree, z: PyTree) -> PyTree:
+        return z[0]
+
+    def output(self, x: PyTree, z: PyTree) -> jax.Array:
+        return self.out_proj(z[1])
 
 
 class LSTM(Stack):

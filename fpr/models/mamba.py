@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from fpr import layers
-from fpr.models.backbone import PlainBlock, Stack, StackConfig
+from fpr.models.backbone import PlainBlock, Stack, StackConfig, state_dtype
 from fpr.models.fp_mamba import init_a_log, init_dt_bias
 from fpr.scan import selective_scan
 
@@ -67,23 +67,40 @@ class MambaLayer(PlainBlock):
         self.skip = self.param("D", nn.initializers.ones_init(), (d,))
         self.out_proj = layers.Linear(c.hidden_size, dtype=dtype)
 
-    def prepare(self, u: jax.Array) -> PyTree:
+    def init_cache(self, batch_size: int) -> PyTree:
         c = self.config
-        x, z = jnp.split(self.in_proj(u), 2, axis=-1)
+        d = c.expand * c.hidden_size
+        cache = {"h": jnp.zeros((batch_size, d, c.state_size), state_dtype(self.dtype))}
         if c.conv:
-            x = jax.nn.silu(self.conv1d(x))
+            cache["conv"] = jnp.zeros((batch_size, c.conv_kernel - 1, d), self.dtype)
+        return cache
+
+    def prepare(self, u: jax.Array, cache: PyTree = None) -> PyTree:
+        c, cache = self.config, cache or {}
+        x, z = jnp.split(self.in_proj(u), 2, axis=-1)
+        window = cache.get("conv")
+        next_window = layers.next_window(x, window)
+        if c.conv:
+            x = jax.nn.silu(self.conv1d(x, window))
         low, b, out = jnp.split(self.x_proj(x), (c.step_rank, c.step_rank + c.state_size), axis=-1)
-        return {"x": x, "z": z, "delta": self.dt_proj(low), "b": b, "c": out}
+        return {
+            "cache": cache, "window": next_window,
+            "x": x, "z": z, "delta": self.dt_proj(low), "b": b, "c": out,
+        }  # fmt: skip
 
-    def step(self, x: PyTree, z: Any) -> jax.Array:
-        y, _ = selective_scan(
+    def step(self, x: PyTree, z: Any) -> tuple[jax.Array, jax.Array]:
+        """The scan's output (B, T, d) and the state after the last token."""
+        return selective_scan(
             x["x"], x["delta"], -jnp.exp(self.a_log), x["b"], x["c"], self.skip, x["z"],
-            delta_bias=self.dt_bias, delta_softplus=True,
+            x["cache"].get("h"), delta_bias=self.dt_bias, delta_softplus=True,
         )  # fmt: skip
-        return y
 
-    def output(self, x: PyTree, z: jax.Array) -> jax.Array:
-        return self.out_proj(z)
+    def next_cache(self, x: PyTree, z: tuple[jax.Array, jax.Array]) -> PyTree:
+        cache = {"h": z[1]}
+        return cache | {"conv": x["window"]} if self.config.conv else cache
+
+    def output(self, x: PyTree, z: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return self.out_proj(z[0])
 
 
 class Mamba(Stack):

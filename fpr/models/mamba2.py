@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from fpr import layers
-from fpr.models.backbone import PlainBlock, Stack, StackConfig, wide
+from fpr.models.backbone import PlainBlock, Stack, StackConfig, state_dtype, wide
 from fpr.models.fp_mamba import init_dt_bias
 from fpr.models.fp_mamba2 import init_rate
 from fpr.ssd import ssd
@@ -80,15 +80,28 @@ class Mamba2Layer(PlainBlock):
         self.out_norm = layers.RMSNorm(c.norm_eps)
         self.out_proj = layers.Linear(c.hidden_size, dtype=dtype)
 
-    def prepare(self, u: jax.Array) -> PyTree:
+    def init_cache(self, batch_size: int) -> PyTree:
         c = self.config
+        shape = (batch_size, c.num_heads, c.head_dim, c.state_size)
+        cache = {"h": jnp.zeros(shape, state_dtype(self.dtype))}
+        if c.conv:
+            width = c.inner_size + 2 * c.num_groups * c.state_size
+            cache["conv"] = jnp.zeros((batch_size, c.conv_kernel - 1, width), self.dtype)
+        return cache
+
+    def prepare(self, u: jax.Array, cache: PyTree = None) -> PyTree:
+        c, cache = self.config, cache or {}
         b, t, _ = u.shape
         d, groups = c.inner_size, c.num_groups * c.state_size
         gate, mixed, dt = jnp.split(self.in_proj(u), (d, 2 * d + 2 * groups), axis=-1)
+        window = cache.get("conv")
+        next_window = layers.next_window(mixed, window)
         if c.conv:
-            mixed = self.conv1d(mixed)
+            mixed = self.conv1d(mixed, window)
         x, b_in, c_out = jnp.split(jax.nn.silu(mixed), (d, d + groups), axis=-1)
         return {
+            "cache": cache,
+            "window": next_window,
             "x": x.reshape(b, t, c.num_heads, c.head_dim),
             "b": b_in.reshape(b, t, c.num_groups, c.state_size),
             "c": c_out.reshape(b, t, c.num_groups, c.state_size),
@@ -96,13 +109,19 @@ class Mamba2Layer(PlainBlock):
             "gate": jax.nn.silu(gate),
         }
 
-    def step(self, x: PyTree, z: Any) -> jax.Array:
-        rate = -jnp.exp(self.a_log)
-        chunk = self.config.chunk_size
-        return ssd(x["x"], x["dt"], rate, x["b"], x["c"], self.skip, chunk=chunk)[0]
+    def step(self, x: PyTree, z: Any) -> tuple[jax.Array, jax.Array]:
+        """The scan's output (B, T, H, P) and the state after the last token."""
+        return ssd(
+            x["x"], x["dt"], -jnp.exp(self.a_log), x["b"], x["c"], self.skip,
+            h0=x["cache"].get("h"), chunk=self.config.chunk_size,
+        )  # fmt: skip
 
-    def output(self, x: PyTree, z: jax.Array) -> jax.Array:
-        y = z.reshape(*z.shape[:2], -1) * x["gate"]
+    def next_cache(self, x: PyTree, z: tuple[jax.Array, jax.Array]) -> PyTree:
+        cache = {"h": z[1]}
+        return cache | {"conv": x["window"]} if self.config.conv else cache
+
+    def output(self, x: PyTree, z: tuple[jax.Array, jax.Array]) -> jax.Array:
+        y = z[0].reshape(*z[0].shape[:2], -1) * x["gate"]
         return self.out_proj(self.out_norm(y))
 
 

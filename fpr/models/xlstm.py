@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from fpr import layers
-from fpr.models.backbone import PlainBlock, Stack, StackConfig, wide
+from fpr.models.backbone import PlainBlock, Stack, StackConfig, state_dtype, wide
 
 PyTree = Any
 NEVER = -1e30  # Logarithm of a shut gate: finite, so that differences are not NaN.
@@ -34,6 +34,34 @@ class Memory(NamedTuple):
     c: jax.Array
     n: jax.Array
     m: jax.Array
+
+    @classmethod
+    def empty(cls, batch: int, heads: int, keys: int, values: int, dtype: Any) -> Memory:
+        """Nothing put in yet."""
+        c = jnp.zeros((batch, heads, keys, values), dtype)
+        return cls(c, c[..., 0], jnp.full((batch, heads), NEVER, dtype))
+
+
+class Cell(NamedTuple):
+    """State of an sLSTM; c and n are scaled by exp(-m). All (B, H, K).
+
+    Attributes:
+      h: output.
+      c: cell.
+      n: normaliser.
+      m: the scale.
+    """
+
+    h: jax.Array
+    c: jax.Array
+    n: jax.Array
+    m: jax.Array
+
+    @classmethod
+    def empty(cls, batch: int, heads: int, width: int, dtype: Any) -> Cell:
+        """Nothing put in yet."""
+        zeros = jnp.zeros((batch, heads, width), dtype)
+        return cls(zeros, zeros, zeros, jnp.full_like(zeros, NEVER))
 
 
 def segment_sums(x: jax.Array) -> jax.Array:
@@ -84,8 +112,7 @@ def mlstm(
     q, k, v, i, f = (wide(a) for a in (q, k, v, i, f))
     q, log_f = q / width**0.5, jax.nn.log_sigmoid(f)
     if state is None:
-        zeros = jnp.zeros((b, heads, width, v.shape[-1]), q.dtype)
-        state = Memory(zeros, zeros[..., 0], jnp.full((b, heads), NEVER, q.dtype))
+        state = Memory.empty(b, heads, width, v.shape[-1], q.dtype)
     length = min(chunk_size, t)
 
     def chunk(state: Any, inputs: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
@@ -117,7 +144,9 @@ def mlstm(
     return join(h, t), last
 
 
-def slstm(gates: jax.Array, recurrent: jax.Array) -> jax.Array:
+def slstm(
+    gates: jax.Array, recurrent: jax.Array, state: Cell | None = None
+) -> tuple[jax.Array, Cell]:
     """The sLSTM recurrence, one step after the other.
 
     With (i, f, z, o) = gates_t + R h_{t-1}: c_t = σ(f) c_{t-1} + exp(i) tanh(z),
@@ -126,13 +155,16 @@ def slstm(gates: jax.Array, recurrent: jax.Array) -> jax.Array:
     Args:
       gates: (B, T, 4, H, K) input parts of i, f, z, o, biases included.
       recurrent: (4, H, K, K) the matrices R, one for each gate and head.
+      state: before the first step; None is empty.
 
     Returns:
-      h: (B, T, H, K), in at least float32.
+      h (B, T, H, K), in at least float32, and the state after the last step.
     """
     gates = wide(gates)
     recurrent = recurrent.astype(gates.dtype)
-    zeros = jnp.zeros_like(gates[:, 0, 0])
+    if state is None:
+        b, _, _, heads, width = gates.shape
+        state = Cell.empty(b, heads, width, gates.dtype)
 
     def step(carry: Any, x: jax.Array) -> tuple[Any, jax.Array]:
         h, c, n, m = carry
@@ -143,10 +175,11 @@ def slstm(gates: jax.Array, recurrent: jax.Array) -> jax.Array:
         c = forget * c + put * jnp.tanh(z)
         n = forget * n + put
         h = jax.nn.sigmoid(o) * c / n
-        return (h, c, n, m), h
+        return Cell(h, c, n, m), h
 
-    start = (zeros, zeros, zeros, jnp.full_like(zeros, NEVER))
-    return jnp.moveaxis(jax.lax.scan(step, start, jnp.moveaxis(gates, 1, 0))[1], 0, 1)
+    last: Cell
+    last, h = jax.lax.scan(step, state, jnp.moveaxis(gates, 1, 0))
+    return jnp.moveaxis(h, 0, 1), last
 
 
 class BlockLinear(nn.Module):
@@ -230,23 +263,38 @@ class MLSTMLayer(PlainBlock):
         self.skip = self.param("skip", nn.initializers.ones_init(), (d,))
         self.out_proj = layers.Linear(c.hidden_size, dtype=dtype)
 
-    def prepare(self, u: jax.Array) -> PyTree:
+    def init_cache(self, batch_size: int) -> PyTree:
+        c = self.config
+        d = c.expand * c.hidden_size
+        k = d // c.num_heads
+        memory = Memory.empty(batch_size, c.num_heads, k, k, state_dtype(self.dtype))
+        conv = jnp.zeros((batch_size, c.conv_kernel - 1, d), self.dtype)
+        return {"memory": memory, "conv": conv}
+
+    def prepare(self, u: jax.Array, cache: PyTree = None) -> PyTree:
+        cache = cache or {}
         x, gate = jnp.split(self.in_proj(u), 2, axis=-1)
-        conv = jax.nn.silu(self.conv1d(x))
+        window = cache.get("conv")
+        conv = jax.nn.silu(self.conv1d(x, window))
         q, k, v = self.q_proj(conv), self.k_proj(conv), self.v_proj(x)
         qkv = jnp.concatenate([q, k, v], axis=-1)
         return {
             "q": q, "k": k, "v": v, "i": self.i_gate(qkv), "f": self.f_gate(qkv),
-            "conv": conv, "gate": gate,
+            "conv": conv, "gate": gate, "cache": cache, "window": layers.next_window(x, window),
         }  # fmt: skip
 
-    def step(self, x: PyTree, z: Any) -> jax.Array:
+    def step(self, x: PyTree, z: Any) -> tuple[jax.Array, Memory]:
+        """The cell's output (B, T, H, V) and its memory after the last token."""
         c = self.config
         q, k, v = (x[n].reshape(*x[n].shape[:2], c.num_heads, -1) for n in ("q", "k", "v"))
-        return mlstm(q, k, v, x["i"], x["f"], chunk_size=c.chunk_size)[0]
+        memory = x["cache"].get("memory")
+        return mlstm(q, k, v, x["i"], x["f"], memory, chunk_size=c.chunk_size)
 
-    def output(self, x: PyTree, z: jax.Array) -> jax.Array:
-        h = self.head_norm(z).astype(self.dtype) + self.skip.astype(self.dtype) * x["conv"]
+    def next_cache(self, x: PyTree, z: tuple[jax.Array, Memory]) -> PyTree:
+        return {"memory": z[1], "conv": x["window"]}
+
+    def output(self, x: PyTree, z: tuple[jax.Array, Memory]) -> jax.Array:
+        h = self.head_norm(z[0]).astype(self.dtype) + self.skip.astype(self.dtype) * x["conv"]
         return self.out_proj(h * jax.nn.silu(x["gate"]))
 
 
@@ -308,20 +356,34 @@ class SLSTMLayer(PlainBlock):
         self.ff_up = layers.Linear(2 * c.ff_width, dtype=dtype)
         self.ff_down = layers.Linear(c.hidden_size, dtype=dtype)
 
-    def prepare(self, u: jax.Array) -> jax.Array:
-        conv = jax.nn.silu(self.conv1d(u))
+    def init_cache(self, batch_size: int) -> PyTree:
+        c = self.config
+        width = c.hidden_size // c.num_heads
+        cell = Cell.empty(batch_size, c.num_heads, width, state_dtype(self.dtype))
+        conv = jnp.zeros((batch_size, c.conv_kernel - 1, c.hidden_size), self.dtype)
+        return {"cell": cell, "conv": conv}
+
+    def prepare(self, u: jax.Array, cache: PyTree = None) -> PyTree:
+        cache = cache or {}
+        window = cache.get("conv")
+        conv = jax.nn.silu(self.conv1d(u, window))
         parts = self.i_proj(conv), self.f_proj(conv), self.z_proj(u), self.o_proj(u)
         biases = self.i_bias, self.f_bias, self.z_bias, self.o_bias
         shape = (*u.shape[:2], *self.f_bias.shape)
-        return jnp.stack([wide(p).reshape(shape) + b for p, b in zip(parts, biases)], axis=2)
+        gates = jnp.stack([wide(p).reshape(shape) + b for p, b in zip(parts, biases)], axis=2)
+        return {"gates": gates, "cache": cache, "window": layers.next_window(u, window)}
 
-    def step(self, x: jax.Array, z: Any) -> jax.Array:
-        return slstm(x, self.recurrent)
+    def step(self, x: PyTree, z: Any) -> tuple[jax.Array, Cell]:
+        """The cell's output (B, T, H, K) and its state after the last token."""
+        return slstm(x["gates"], self.recurrent, x["cache"].get("cell"))
 
-    def output(self, x: jax.Array, z: jax.Array) -> jax.Array:
-        return self.head_norm(z)
+    def next_cache(self, x: PyTree, z: tuple[jax.Array, Cell]) -> PyTree:
+        return {"cell": z[1], "conv": x["window"]}
 
-    def readout(self, h: jax.Array, x: jax.Array, z: jax.Array) -> jax.Array:
+    def output(self, x: PyTree, z: tuple[jax.Array, Cell]) -> jax.Array:
+        return self.head_norm(z[0])
+
+    def readout(self, h: jax.Array, x: PyTree, z: PyTree) -> jax.Array:
         h = super().readout(h, x, z)
         gate, up = jnp.split(self.ff_up(self.ff_norm(h)), 2, axis=-1)
         return h + self.ff_down(jax.nn.gelu(gate) * up).astype(h.dtype)
