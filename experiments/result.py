@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import fpr
@@ -73,7 +74,7 @@ def _restore(run: Run, changed: Mapping[str, tuple[Any, Any]]) -> TrainState:
         except ValueError as error:
             raise UserError(str(error)) from error
         run.progress.say("evaluating weights.npz, which was not trained here")
-        return TrainState(np.zeros((), np.int32), params, None, None, None)
+        return TrainState(jnp.zeros((), jnp.int32), params, None, None, None)
     # The checkpoint has the shapes of the trained run, whatever data it is evaluated on.
     trained = {k.removeprefix("task."): v[0] for k, v in changed.items() if k.startswith("task.")}
     task = tasks.build({**config["task"], **trained}, config["seed"]) if trained else run.task

@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.import_torch import block_params
 from fpr.fixed_point import trace
 from fpr.models.fprm import FPRMConfig, FPRMLayer
+from fpr.registry import unflatten
 from fpr.solvers import Damped
 from tests.reference import fprm as fprm_reference
 from tests.reference import solvers as solver_reference
@@ -96,32 +98,9 @@ def fprm_config(config):
 
 def fprm_params(weights):
     """Our parameter tree for a released state dict of the block (torch layout)."""
-    params = {}
-
-    def put(path, value):
-        node = params
-        for part in path[:-1]:
-            node = node.setdefault(part, {})
-        node[path[-1]] = jnp.asarray(value)
-
-    for name, value in weights.items():
-        parts = name.split(".")
-        if parts[0] in ("alpha_1_param", "alpha_2_param"):
-            put([parts[0].removesuffix("_param")], value)
-        elif parts[0] in ("alpha_1_layer", "alpha_2_layer"):
-            kind = "kernel" if parts[1] == "weight" else "bias"
-            put([parts[0].removesuffix("_layer"), kind], value.T)
-        elif parts[0] == "conv":
-            # (D, 1, taps...) -> (taps..., D)
-            put(
-                ["conv", "kernel" if parts[1] == "weight" else "bias"],
-                np.moveaxis(value[:, 0], 0, -1) if parts[1] == "weight" else value,
-            )
-        else:
-            _, layer, block, matrix, _ = parts
-            ours = "mlps" if block == "mlp" else "token_mixers"
-            put([f"{ours}_{layer}", matrix, "kernel"], value.T)
-    return params
+    params, left = block_params(weights)
+    assert not left, f"no place for {left}"
+    return jax.tree.map(jnp.asarray, unflatten(params))
 
 
 def check_fprm_block(arrays):

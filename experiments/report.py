@@ -1,0 +1,321 @@
+"""Rebuilds a paper's table from finished runs: the paper's number beside ours, and the figure.
+
+    python -m experiments.report TABLE --runs=DIR [DIR ...] [--out=DIR]
+
+TABLE is one of `experiments.tables.TABLES`. A DIR is a workdir, one of its `evaluations/`, or a
+folder of workdirs. Runs that differ in nothing but their seed share a line: median, range and
+number of seeds. The table and its figure go to --out (default: reports) as TABLE.md and TABLE.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table as Grid
+from rich.text import Text
+
+from experiments import config as configs
+from experiments import plots
+from experiments.errors import UserError, unknown
+from experiments.tables import TABLES, Row, Table
+
+# These differ between runs of one line.
+NOT_TOLD = ("seed", "eval.", "checkpoint.", "train.log_every")
+COLUMNS = (
+    "model", "length", "paper", "ours", "seeds", "layers", "MFLOPs", "parameters", "apart by",
+    "data",
+)  # fmt: skip
+SHOWN = 6  # columns on the terminal; the page has them all
+
+
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    """A finished run or evaluation: its directory, flat config and result.json."""
+
+    path: Path
+    config: Mapping[str, Any]
+    result: Mapping[str, Any]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Evaluated lengths, ascending."""
+        return sorted(int(n) for n in self.result["examples"])
+
+    def signature(self) -> Mapping[str, Any]:
+        """The config without what may differ within a line."""
+        return {k: v for k, v in self.config.items() if not k.startswith(NOT_TOLD)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """Runs of one row that differ in their seed only, at one length.
+
+    Attributes:
+      row: the row of the table.
+      apart: what sets this line apart from the other lines of its row.
+      length: the evaluated length; None where the row was not run.
+      runs: the runs.
+      values: the metric of each.
+    """
+
+    row: Row
+    apart: str
+    length: int | None
+    runs: tuple[Finished, ...]
+    values: tuple[float, ...]
+
+    @property
+    def label(self) -> str:
+        """The row's label and what sets the line apart."""
+        return ", ".join(text for text in (self.row.label, self.apart) if text)
+
+
+def find(paths: Iterable[str]) -> tuple[list[Finished], list[str]]:
+    """Finished runs in the given directories, and a note on each that holds none.
+
+    Raises:
+      UserError: a directory does not exist.
+    """
+    found, notes = [], []
+    for text in paths:
+        folder = Path(text)
+        if not folder.is_dir():
+            raise UserError(f"--runs: {text} is not a directory")
+        mine = [folder] if (folder / "config.json").exists() else []
+        mine += [folder] if not mine and (folder / "result.json").exists() else []
+        mine = mine or sorted(p.parent for p in folder.glob("*/config.json"))
+        if not mine:
+            notes.append(f"{text}: no run here (no config.json)")
+        for path in mine:
+            try:
+                found.append(_read(path))
+            except (OSError, ValueError, KeyError) as error:
+                why = "no result.json yet" if isinstance(error, FileNotFoundError) else repr(error)
+                notes.append(f"{path}: {why}")
+    return found, notes
+
+
+def _read(path: Path) -> Finished:
+    result = json.loads((path / "result.json").read_text())
+    home = path if (path / "config.json").exists() else path.parent.parent
+    config = configs.flatten(json.loads((home / "config.json").read_text()))
+    for key, change in result.get("overrides", {}).items():
+        here = change["here"]
+        config[key] = tuple(here) if isinstance(here, list) else here
+    config["seed"] = result["seed"]
+    return Finished(path, config, result)
+
+
+def lines(table: Table, runs: Sequence[Finished]) -> list[Line]:
+    """The table's lines in the order of its rows; a row without runs has one without values."""
+    found = []
+    for row in table.rows:
+        groups: dict[str, list[Finished]] = {}
+        for run in runs:
+            if row.matches(run.config) and metric_of(table, run):
+                key = json.dumps(run.signature(), sort_keys=True, default=str)
+                groups.setdefault(key, []).append(run)
+        signatures = [group[0].signature() for group in groups.values()]
+        for signature, group in zip(signatures, groups.values()):
+            apart = ", ".join(_apart(signature, signatures))
+            shared = set.intersection(*(set(run.lengths) for run in group))
+            for length in table.lengths(group[0].config, sorted(shared)) if shared else []:
+                values = tuple(
+                    table.scale * run.result[metric_of(table, run)][str(length)] for run in group
+                )
+                found.append(Line(row, apart, length, tuple(group), values))
+        if not groups:
+            found.append(Line(row, "", None, (), ()))
+    return found
+
+
+def metric_of(table: Table, run: Finished) -> str:
+    """The table's metric that this run has, "" if it has none."""
+    return next((name for name in table.metric if name in run.result), "")
+
+
+def _apart(mine: Mapping[str, Any], all_of_them: Sequence[Mapping[str, Any]]) -> list[str]:
+    """As many keys in which the row's configs differ as tell this one from all others."""
+    keys = {k for s in all_of_them for k in s} - {"model.vocab_size", "model.seq_len"}
+    told = [k for k in keys if any(s.get(k) != mine.get(k) for s in all_of_them)]
+    told.sort(key=lambda k: (not k.startswith("task."), "solver" in k, k))
+    rivals = [s for s in all_of_them if s is not mine]
+    enough = []
+    for key in told:
+        if rivals:
+            enough.append(key)
+            rivals = [s for s in rivals if s.get(key) == mine.get(key)]
+    return [f"{k.split('.', 1)[-1]}={mine.get(k)}" for k in enough]
+
+
+def cells(line: Line) -> tuple[str, ...]:
+    """The texts of `COLUMNS`."""
+    if not line.runs:
+        return (line.row.label, "", line.row.paper, "not run", *[""] * (len(COLUMNS) - 4))
+    values, length = line.values, str(line.length)
+    seeds = len({run.config["seed"] for run in line.runs})
+    decimals = 1 if max(values) > 1.5 else 3
+    results = [run.result for run in line.runs]
+
+    def median(name: str, scale: float = 1.0) -> str:
+        known = [r[name][length] for r in results if name in r and r[name].get(length) is not None]
+        return f"{scale * float(np.median(known)):.4g}" if known else ""
+
+    ours = f"{np.median(values):.{decimals}f}"
+    if len(values) > 1:
+        ours += f" [{min(values):.{decimals}f}, {max(values):.{decimals}f}]"
+    return (
+        line.row.label,
+        length,
+        line.row.paper,
+        ours,
+        str(seeds),
+        median("effective_layers_mean"),
+        median("flops_per_example_mean", 1e-6),
+        f"{results[0]['parameters']:,}",
+        line.apart,
+        data_name(results[0].get("data", {}).get("eval", {})),
+    )
+
+
+def data_name(identity: Mapping[str, Any]) -> str:
+    """Data in a few words: file or name, size, and the first characters of its hash."""
+    names = [identity.get(key) for key in ("file", "name", "group", "language", "task")]
+    parts = [str(next((n for n in names if n), ""))]
+    if isinstance(identity.get("generator"), Mapping):
+        parts.append(",".join(f"{k}={v}" for k, v in identity["generator"].items()))
+    if identity.get("size"):
+        parts.append(f"n={identity['size']}")
+    if identity.get("sha256"):
+        parts.append(str(identity["sha256"])[:8])
+    return " ".join(part for part in parts if part)
+
+
+def terminal(table: Table, rows: Sequence[tuple[str, ...]]) -> Grid:
+    """The table for a terminal: fewer columns, and each label once."""
+    grid = Grid(title=table.title, box=box.SIMPLE_HEAD, title_justify="left")
+    for name in COLUMNS[:SHOWN]:
+        left = name in ("model", "paper")
+        width = 26 if name == "model" else None
+        grid.add_column(
+            name, justify="left" if left else "right", no_wrap=not left, min_width=width
+        )
+    last = ("", "")
+    for row in rows:
+        label, apart = row[0], row[COLUMNS.index("apart by")]
+        if (label, apart) == last:
+            label = ""
+        elif apart:
+            label = "\n  ".join(([] if label == last[0] else [label]) + apart.split(", "))
+        last = (row[0], apart)
+        grid.add_row(*(Text(text) for text in (label, *row[1:SHOWN])))
+    return grid
+
+
+def markdown(table: Table, rows: Sequence[tuple[str, ...]], notes: Sequence[str]) -> str:
+    """The table as a Markdown page."""
+    texts = [f"# {table.title}", "", "| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
+    texts += ["| " + " | ".join(text.replace("|", "\\|") for text in row) + " |" for row in rows]
+    return "\n".join([*texts, "", *footnotes(table, notes), ""])
+
+
+def footnotes(table: Table, notes: Sequence[str]) -> list[str]:
+    """What the columns are, the table's note, and the notes on directories."""
+    metric = " or ".join(table.metric)
+    return [
+        f"{metric}: {table.note} ours: median over seeds; layers: mean effective layers of an "
+        "example; MFLOPs: mean of an example.",
+        *notes,
+    ]
+
+
+def draw(table: Table, found: Sequence[Line], path: Path) -> Path | None:
+    """Draws the table's figure; None if there is nothing to draw."""
+    told = [line for line in found if line.runs]
+    if not told:
+        return None
+    if table.figure == "length":
+        groups: dict[str, dict[int, tuple[float, ...]]] = {}
+        for line in told:
+            groups.setdefault(line.label, {})[line.length or 0] = line.values
+        if any(len(by_length) > 1 for by_length in groups.values()):
+            return plots.plot_by_length(groups, table.metric[0], path, table.title)
+    if table.figure == "budget":
+        curves = {
+            line.label: [
+                run.result["budget"][str(line.length)]
+                for run in line.runs
+                if str(line.length) in run.result.get("budget", {})
+            ]
+            for line in told
+        }
+        if any(curves.values()):
+            return plots.plot_budgets(curves, path, table.title)
+    bars = [(line.label, line.row.paper, line.values) for line in told]
+    return plots.plot_rows(bars, table.metric[0], path, table.title)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; usage: python -m experiments.report TABLE --runs=DIR ...")
+
+
+def parse(argv: Sequence[str]) -> tuple[str, list[str], Path]:
+    """(table, runs, out) of a command line without the program's name.
+
+    Raises:
+      UserError: a mistake in it.
+    """
+    parser = _Parser(prog="experiments.report", description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("table", metavar="TABLE", help=", ".join(TABLES))
+    parser.add_argument("--runs", action="append", default=[], metavar="DIR")
+    parser.add_argument("--out", default="reports", metavar="DIR")
+    known, rest = parser.parse_known_args(list(argv))
+    for word in rest:
+        if word.startswith("-"):
+            raise unknown("flag", word.split("=")[0], ("--runs", "--out"))
+    if known.table not in TABLES:
+        raise unknown("table", known.table, TABLES)
+    return known.table, [*known.runs, *rest], Path(known.out)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    try:
+        name, paths, out = parse(sys.argv[1:] if argv is None else argv)
+        table = TABLES[name]
+        runs, notes = find(paths)
+        found = lines(table, runs)
+        used = {run.path for line in found for run in line.runs}
+        notes += [
+            f"{run.path}: belongs to no row of {name}" for run in runs if run.path not in used
+        ]
+        rows = [cells(line) for line in found]
+        console = Console()
+        console.print(terminal(table, rows), markup=False)
+        for text in footnotes(table, notes):
+            console.print(text, markup=False, soft_wrap=True)
+        out.mkdir(parents=True, exist_ok=True)
+        page = out / f"{name}.md"
+        page.write_text(markdown(table, rows, notes))
+        figure = draw(table, found, out / f"{name}.png")
+        written = f"wrote {page}" + (f" and {figure}" if figure else "")
+        console.print(written, markup=False, soft_wrap=True)
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

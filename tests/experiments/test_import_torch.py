@@ -1,0 +1,275 @@
+"""State dicts with the authors' names and the golden arrays' block weights, in both formats."""
+
+import json
+import os
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fpr
+from experiments import config as configs
+from experiments import import_torch, run
+from fpr.models import fprm, trm
+from fpr.registry import flatten
+from tests.experiments import torch_zip
+
+safetensors = pytest.importorskip("safetensors.numpy")
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+GOLDEN = pathlib.Path(os.environ.get("FPR_GOLDEN", ROOT.parent / "shared" / "golden"))
+D, PUZZLES = 32, 3
+RNG = np.random.default_rng(0)
+SUDOKU = f"--config={configs.CONFIG_DIR / 'sudoku.py'}:fprm"
+
+
+def random(*shape):
+    return RNG.normal(size=shape).astype(np.float32)
+
+
+def ends(vocab=11):
+    """What is outside of the networks."""
+    return {
+        "embed_tokens.embedding_weight": random(vocab, D),
+        "lm_head.weight": random(vocab, D),
+        "q_head.weight": random(2, D),
+        "q_head.bias": random(2),
+        "puzzle_emb.weights": random(PUZZLES, D),
+        "rotary_emb.cos_cached": random(25, 8),
+        "rotary_emb.sin_cached": random(25, 8),
+    }
+
+
+def network(layers=2, inner=256):
+    found = {}
+    for i in range(layers):
+        found |= {
+            f"layers.{i}.self_attn.qkv_proj.weight": random(3 * D, D),
+            f"layers.{i}.self_attn.o_proj.weight": random(D, D),
+            f"layers.{i}.mlp.gate_up_proj.weight": random(2 * inner, D),
+            f"layers.{i}.mlp.down_proj.weight": random(D, inner),
+        }
+    return found
+
+
+def under(prefix, tensors):
+    return {prefix + name: value for name, value in tensors.items()}
+
+
+def command(checkpoint, workdir, model, *more):
+    flags = [f"--model={model}", f"--checkpoint={checkpoint}", f"--workdir={workdir}"]
+    return import_torch.main(["import_torch", *flags, *more])
+
+
+def golden(name):
+    file = GOLDEN / f"{name}.npz"
+    if not file.exists():
+        pytest.skip(f"waits for reference arrays: {file} is not there")
+    with np.load(file) as arrays:
+        arrays = dict(arrays)
+    weights = {k.removeprefix("param/"): v for k, v in arrays.items() if k.startswith("param/")}
+    return arrays, weights, json.loads(str(arrays["config"]))
+
+
+def options_of(config):
+    """Flags for what a state dict does not say."""
+    temperature, eps = config["softmax_temp"], config["rms_norm_eps"]
+    return [
+        f"--config.model.num_heads={config['num_heads']}",
+        f"--config.model.causal={config['causal']}",
+        f"--config.model.rope={config['rope']}",
+        f"--config.model.softmax_temp={temperature}",
+        f"--config.model.norm_eps={eps}",
+        f"--config.model.norm_type={config['norm_type'].removesuffix('-norm')}",
+        f"--config.model.norm_placement={config['norm_placement']}",
+        f"--config.model.normalize_input={config['normalize_input_injection']}",
+        f"--config.model.num_registers={config['puzzle_emb_len']}",
+        f"--config.model.seq_len={config['seq_len']}",
+        "--config.model.dtype=float32",
+    ]
+
+
+@pytest.mark.parametrize("file", ["x.pt", "x.safetensors"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fprm_block_pre_conv2d_rope",
+        "fprm_block_peri_input_dependent",
+        "fprm_block_outer_only",
+        "fprm_block_mlp_t",
+    ],
+)
+def test_an_imported_fprm_computes_the_golden_outputs(tmp_path, monkeypatch, capsys, name, file):
+    arrays, weights, config = golden(name)
+    tensors = under("_orig_mod.model.inner.", ends() | under("L_level.", weights))
+    if file.endswith(".pt"):
+        torch_zip.save(tmp_path / file, tensors, monkeypatch)
+    else:
+        safetensors.save_file(tensors, tmp_path / file)
+    workdir = tmp_path / "run"
+    assert command(tmp_path / file, workdir, "fprm", SUDOKU, *options_of(config)) == 0
+    out = capsys.readouterr().out
+    assert "imported" in out
+    assert "rotary_emb.cos_cached" in out
+
+    model, params = fpr.load(workdir)
+    assert model["name"] == "fprm"
+    layer = fprm.FPRMLayer(fpr.build(model).config)
+    variables = {"params": params["layers_0"]}
+
+    def step(z, x):
+        x = layer.apply(variables, x, method="inject")
+        return layer.apply(variables, x, z, method="step")
+
+    ours = jax.jit(step)(arrays["z"], arrays["x"])
+    scale = np.abs(arrays["out"]).max()
+    assert np.abs(ours - arrays["out"]).max() < 1e-5 * scale
+
+    embedded = (
+        model["hidden_size"] ** 0.5 * tensors["_orig_mod.model.inner.embed_tokens.embedding_weight"]
+    )
+    tokens = jnp.ones((2, config["seq_len"]), jnp.int32)
+    batch = {"tokens": tokens, "puzzle_ids": jnp.array([0, 2])}
+    h = fpr.build(model).apply({"params": params}, batch, method="embed")
+    np.testing.assert_allclose(h[0, -1], embedded[1], rtol=1e-5)
+    assert not h[:, 1 : config["puzzle_emb_len"]].any()
+    assert h[1, 0].any()
+
+
+def test_ema_weights_buffers_and_other_types(tmp_path, monkeypatch, capsys):
+    plain = ends() | under("L_level.", network()) | {"L_level.alpha_2_param": random(D)}
+    plain |= {"L_level.alpha_1_param": random(D), "L_level.conv.weight": random(D, 1, 3, 3)}
+    buffers = {"puzzle_emb.local_weights": random(4, D), "attn_mask": np.ones((3, 3), bool)}
+    ema = {k: v + 1 for k, v in plain.items() if k != "puzzle_emb.weights" and "cached" not in k}
+    wide = {k: torch_zip.bfloat16(v) if v.ndim == 2 else v for k, v in (plain | buffers).items()}
+    content = {
+        "model": under("_orig_mod.model.inner.", wide),
+        "ema_helper": under("_orig_mod.model.inner.", ema),
+        "optimizers": [{"state": {0: {"exp_avg": random(2)}}, "param_groups": [{"lr": 0.1}]}],
+        "step": 5,
+    }
+    torch_zip.save(tmp_path / "x.pth", content, monkeypatch)
+    flags = ["--config.model.num_heads=4", "--config.model.num_registers=2"]
+    for weights in ("ema", "model"):
+        more = (*flags, f"--weights={weights}")
+        assert command(tmp_path / "x.pth", tmp_path / weights, "fprm", *more) == 0
+    assert "attn_mask" in capsys.readouterr().out
+    averaged, plain_ = (fpr.load(tmp_path / weights)[1] for weights in ("ema", "model"))
+    kernel = np.asarray(plain_["lm_head"]["kernel"])
+    assert kernel.dtype == np.float32
+    np.testing.assert_allclose(kernel, plain["lm_head.weight"].T, rtol=1e-2)
+    np.testing.assert_allclose(averaged["lm_head"]["kernel"], plain["lm_head.weight"].T + 1, 1e-6)
+    # The average has no row of puzzle embeddings: it is a buffer, kept from the model.
+    np.testing.assert_array_equal(averaged["puzzle_embedding"], plain_["puzzle_embedding"])
+
+
+@pytest.mark.parametrize("model", ["trm", "hrm"])
+def test_baselines(tmp_path, model):
+    tensors = ends() | under("L_level.", network()) | {"H_init": random(D), "L_init": random(D)}
+    if model == "hrm":
+        tensors |= under("H_level.", network())
+    safetensors.save_file(under("model.inner.", tensors), tmp_path / "x.safetensors")
+    flags = ["--config.model.num_heads=4", "--config.model.num_registers=2"]
+    assert command(tmp_path / "x.safetensors", tmp_path / "run", model, SUDOKU, *flags) == 0
+    config, params = fpr.load(tmp_path / "run")
+    flat = flatten(params)
+    start = np.stack([tensors["H_init"], tensors["L_init"]])
+    np.testing.assert_array_equal(flat["layers_0/start"], start)
+    net = "net" if model == "trm" else "low_net"
+    np.testing.assert_array_equal(
+        flat[f"layers_0/{net}/mlps_1/down_proj/kernel"],
+        tensors["L_level.layers.1.mlp.down_proj.weight"].T,
+    )
+    if model == "hrm":
+        np.testing.assert_array_equal(
+            flat["layers_0/high_net/mlps_0/down_proj/kernel"],
+            tensors["H_level.layers.0.mlp.down_proj.weight"].T,
+        )
+    out = jax.eval_shape(
+        lambda p: fpr.apply(config, p, {"tokens": jnp.ones((1, 81), jnp.int32)}), params
+    )
+    assert out.logits.shape == (1, 81, 11)
+
+
+def test_mlp_over_positions_tells_the_length(tmp_path):
+    assert trm.TRMConfig(vocab_size=2, seq_len=3, mlp_t=True).mlp_t
+    tensors = ends() | under("L_level.", network(layers=1))
+    for name in list(tensors):
+        if "self_attn" in name:
+            del tensors[name]
+    positions = 9 + 2
+    tensors |= {
+        "L_level.layers.0.mlp_t.gate_up_proj.weight": random(512, positions),
+        "L_level.layers.0.mlp_t.down_proj.weight": random(positions, 256),
+        "H_init": random(D),
+        "L_init": random(D),
+    }
+    mapped = import_torch.map_names("trm", tensors)
+    flags = ["--config.model.num_registers=2", "--config.model.num_heads=4"]
+    overrides = run.read_overrides(flags)
+    config = import_torch.make_config("trm", mapped, "", overrides, [*flags])
+    assert config["model"]["mlp_t"]
+    # The registers of the paper's config are 16; with 2, the length has to be given.
+    assert config["model"]["seq_len"] == positions - 16
+
+
+@pytest.fixture
+def good():
+    return ends() | under("L_level.", network()) | {"H_init": random(D), "L_init": random(D)}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q_head.bias": None}, "the checkpoint lacks: q_head/bias"),
+        ({"embed_pos.embedding_weight": (97, D)}, "no place for: embed_pos.embedding_weight"),
+        ({"L_level.norm.weight": (D,)}, "no place for: L_level.norm.weight"),
+        ({"lm_head.weight": (11, 7)}, r"lm_head/kernel has shape \(7, 11\), the model needs"),
+        ({"embed_tokens.embedding_weight": None}, "not a state dict of trm.*H_init"),
+        ({"embed_tokens.embedding_weight": (50, D)}, "no config is known for a vocabulary of 50"),
+        ({"H_level.layers.0.mlp.down_proj.weight": (D, 256)}, "is it --model=hrm"),
+    ],
+)
+def test_an_unknown_layout_is_refused_by_name(tmp_path, capsys, good, change, message):
+    for name, shape in change.items():
+        if shape is None:
+            del good[name]
+        else:
+            good[name] = random(*shape)
+    safetensors.save_file(good, tmp_path / "x.safetensors")
+    flags = ["--config.model.num_heads=4", "--config.model.num_registers=2"]
+    code = command(tmp_path / "x.safetensors", tmp_path / "run", "trm", *flags)
+    assert code == 2
+    error = capsys.readouterr().err.strip()
+    assert len(error.splitlines()) == 1
+    assert re.search(message, error), error
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_start_is_the_single_state_variant(tmp_path, good):
+    del good["L_init"]
+    safetensors.save_file(good, tmp_path / "x.safetensors")
+    flags = ["--config.model.num_heads=4", "--config.model.num_registers=2"]
+    assert command(tmp_path / "x.safetensors", tmp_path / "run", "trm", *flags) == 0
+    assert fpr.load(tmp_path / "run")[0]["num_levels"] == 0
+
+
+def test_mistakes_in_the_command(tmp_path, capsys, good):
+    assert command("x", tmp_path / "run", "fpm") == 2
+    assert "unknown --model 'fpm'; did you mean 'fprm'" in capsys.readouterr().err
+    assert import_torch.main(["import_torch", "--model=trm", "--workdir=x"]) == 2
+    assert "--checkpoint is missing; usage:" in capsys.readouterr().err
+    assert import_torch.main(["import_torch", "--help"]) == 0
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("mine")
+    safetensors.save_file(good, tmp_path / "x.safetensors")
+    assert command(tmp_path / "x.safetensors", tmp_path / "full", "trm") == 2
+    assert "is not empty" in capsys.readouterr().err
+
+
+def test_a_file_without_a_state_dict(tmp_path, monkeypatch, capsys):
+    torch_zip.save(tmp_path / "x.pt", {"epoch": 3, "weights": [1, 2]}, monkeypatch)
+    assert command(tmp_path / "x.pt", tmp_path / "run", "trm") == 2
+    assert "has no state dict; it holds epoch, weights" in capsys.readouterr().err
