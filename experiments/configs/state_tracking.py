@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 from experiments.errors import unknown
 
 PAPER = {"fprm_a5_paper": ("A5", 61, 0.9, 5), "fprm_s5_paper": ("S5", 121, 0.95, 10)}
-VARIANTS = (*PAPER, "fprm_s3_small")
+VARIANTS = (*PAPER, "fprm_s3_small", "fprm_a5_small")
 
 
 def get_config(variant: str = "fprm_s3_small") -> ConfigDict:
@@ -30,6 +30,8 @@ def get_config(variant: str = "fprm_s3_small") -> ConfigDict:
         return _paper(*PAPER[variant])
     if variant == "fprm_s3_small":
         return _small()
+    if variant == "fprm_a5_small":
+        return _a5_small()
     raise unknown("variant", variant, VARIANTS)
 
 
@@ -125,3 +127,30 @@ def _small() -> ConfigDict:
             "checkpoint": {"every": 500, "keep": 2},
         }
     )
+
+
+def _a5_small() -> ConfigDict:
+    config = _small()
+    config.model.vocab_size = 61
+    config.model.seq_len = 12
+    config.model.hidden_size = 128
+    config.model.solver = ConfigDict(
+        {"preset": "fprm", "train": {"max_steps": 32}, "eval": {"max_steps": 160}}
+    )
+    # Every step solves to the fixed point and differentiates the last two applications of f.
+    config.model.adjoint = ConfigDict({"name": "one_step", "k": 2, "refine": True})
+    config.task = ConfigDict({"name": "word_problem", "group": "A5", "length": 12})
+    config.train = ConfigDict(
+        {
+            "steps": 2500,
+            "batch_size": 128,
+            "regime": "solve",
+            # Products of two first: without this the loss stays where it starts.
+            "curriculum": {"start": 2, "threshold": 0.8},
+        }
+    )
+    config.optimizer.warmup_steps = 100
+    config.ema = 0.99
+    config.loss = "softmax"
+    config.eval = ConfigDict({"every": 500, "lengths": (12, 16, 24), "max_examples": 512})
+    return config
