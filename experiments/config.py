@@ -18,6 +18,7 @@ import jax
 import ml_collections
 import numpy as np
 
+import fpr
 from experiments import carry, curriculum, losses, optim, perturb, tasks
 from experiments.errors import UserError, unknown
 from fpr import registry
@@ -79,6 +80,7 @@ DEFAULTS: dict[str, Any] = {
         "batch_size": 128,
         "budget_examples": 128,  # for the curve of accuracy over iterations; 0: none
         "budget_steps": 0,  # its largest number of iterations; 0: twice what halting took
+        "sequential_difference": 0,  # examples read token by token as well, to compare; 0: none
     },
     "checkpoint": {"every": 500, "keep": 3},
 }
@@ -244,7 +246,7 @@ def validate(config: Mapping[str, Any]) -> tasks.Task:
     for name, value in positive.items():
         if value < 1:
             raise UserError(f"{name} must be at least 1, got {value}")
-    for name in ("every", "budget_examples", "budget_steps"):
+    for name in ("every", "budget_examples", "budget_steps", "sequential_difference"):
         if evaluation[name] < 0:
             raise UserError(f"eval.{name} must not be negative, got {evaluation[name]}")
     lengths = evaluation["lengths"]
@@ -324,6 +326,12 @@ def _check_model(config: Mapping[str, Any], task: tasks.Task) -> None:
                 return registry.apply(model, params, batch, train=train, key=key)
 
             out = jax.eval_shape(run, shapes, batch, key)
+            if not train and config["eval"]["sequential_difference"]:
+
+                def apart(params: Any, batch: Any) -> Any:
+                    return fpr.sequential_difference(model, params, batch)
+
+                jax.eval_shape(apart, shapes, batch)
     except UserError:
         raise
     except (TypeError, ValueError) as error:

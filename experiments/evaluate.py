@@ -52,6 +52,8 @@ METRICS = {
     "flops_per_example": flops.METHOD,
     "converged": "share of examples whose residual fell below the solver's tolerance",
     "residual": "what the solver compared with its tolerance when the example halted",
+    "sequential_difference": "distance of the solution found token by token from the one found for "
+    "all tokens at once, over the norm of the latter; median over examples",
 }
 
 
@@ -73,6 +75,7 @@ class Evaluator:
         # Far from the keys of training, which folds in 0 and 1.
         self._key = jax.random.fold_in(jax.random.key(config["seed"]), 2**31 - 1)
         self._outcome = jax.jit(functools.partial(_outcome, config["model"]))
+        self._sequential = jax.jit(functools.partial(fpr.sequential_difference, config["model"]))
         self._compiled: dict[int, Callable[..., Batch]] = {}
         self._flops: dict[int, flops.Flops] = {}
 
@@ -88,6 +91,8 @@ class Evaluator:
         with self._run.clock.measure("evaluation"):
             outcomes = {length: self._one_length(params, length) for length in self.lengths}
             results = {n: self._summarise(n, outcome) for n, outcome in outcomes.items()}
+            for length, result in results.items():
+                result |= self._sequential_difference(params, length)
             samples = {f"{n}/{k}": v for n, o in outcomes.items() for k, v in _own(o).items()}
             write_arrays(self._run.path / SAMPLES, samples)
         return results
@@ -116,6 +121,14 @@ class Evaluator:
         layers = whole["steps"] * scale
         operations = self._flops[length].of(whole["layer_steps"])
         return whole | {"effective_layers": layers, "flops": operations}
+
+    def _sequential_difference(self, params: PyTree, length: int) -> dict[str, float]:
+        count = min(self._run.config["eval"]["sequential_difference"], self._max_examples)
+        if not count:
+            return {}
+        tokens = self._run.task.eval_batch(length, 0, count)["tokens"]
+        apart = self._sequential(params, {"tokens": tokens})
+        return {"sequential_difference": float(np.median(apart))}
 
     def _summarise(self, length: int, outcome: Mapping[str, np.ndarray]) -> dict[str, Any]:
         task, metrics = self._run.task, summarise(outcome)

@@ -201,7 +201,10 @@ def plot_residuals(traces: Mapping[int, Mapping[str, Any]], tolerance: float, pa
 def plot_training(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
     """Loss, accuracies and solver steps during training; evaluations as points."""
     train = [r for r in records if r["split"] == "train"]
-    figure, panels = new_figure(1, 3, figsize=(12, 3.4))
+    evals = [r for r in records if r["split"] == "eval"]
+    sequential = [r for r in evals if "sequential_difference" in r]
+    count = 4 if sequential else 3
+    figure, panels = new_figure(1, count, figsize=(4 * count, 3.4))
     for axes in panels:
         axes.set_xlabel("optimiser step")
         axes.spines[["top", "right"]].set_visible(False)
@@ -215,13 +218,18 @@ def plot_training(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
         label = f"train, {metric.replace('_', ' ')}"
         panels[1].plot(steps, [r[metric] for r in finished], label=label)
     panels[2].plot(steps, [r["solver_steps_mean"] for r in finished], label="train, mean")
-    evals = [r for r in records if r["split"] == "eval"]
     for i, length in enumerate(sorted({r["length"] for r in evals})):
         mine = [r for r in evals if r["length"] == length]
         at = [r["step"] for r in mine]
         for axes, metric in ((panels[1], "sequence_accuracy"), (panels[2], "solver_steps_median")):
             label = f"length {length}, {metric.replace('_', ' ')}"
             axes.plot(at, [r[metric] for r in mine], "o", color=f"C{i + 2}", ms=4, label=label)
+    for i, length in enumerate(sorted({r["length"] for r in sequential})):
+        mine = [r for r in sequential if r["length"] == length]
+        values = [r["sequential_difference"] for r in mine]
+        at = [r["step"] for r in mine]
+        panels[3].plot(at, values, "o-", color=f"C{i + 2}", ms=4, label=f"length {length}")
+        panels[3].set(title="Token by token against at once", yscale="log")
     panels[1].set(title="Accuracy", ylim=(-0.03, 1.03))
     panels[2].set(title="Solver steps", ylim=(0, None))
     for axes in panels[1:]:

@@ -158,15 +158,15 @@ def generate(
     if temperature > 0 and key is None:
         raise ValueError(f"temperature={temperature!r} samples: give a PRNG key")
     lengths = _check_lengths(prompt_lengths, batch, time)
-    read = max(time + num_tokens - 1, 1)  # The last new token is never read.
-    build(config).apply({"params": params}, read, method="check_sequential")
+    longest = max(time + num_tokens - 1, 1)  # The last new token is never read.
+    build(config).apply({"params": params}, longest, method="check_sequential")
     if num_tokens == 0:
         empty = jnp.zeros((batch, 0))
         tokens = jnp.where(jnp.arange(time) < lengths[:, None], prompt, PADDING)
         return Generation(tokens, empty.astype(jnp.int32), empty, empty.astype(bool))
-    keys = None if temperature == 0 else base.sample_keys(key, batch)  # type: ignore[arg-type]
+    keys = None if temperature == 0 or key is None else base.sample_keys(key, batch)
 
-    def choose(logits: jax.Array, at: jax.Array) -> jax.Array:
+    def choose(logits: jax.Array, at: jax.Array | int) -> jax.Array:
         if keys is None:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
         here = base.fold_in(keys, at)
@@ -191,11 +191,12 @@ def generate(
     tokens = jnp.concatenate([prompt[:, :first], new, last[:, None]], axis=1)
     ends = lengths[:, None] + num_tokens
     tokens = jnp.where(jnp.arange(time + num_tokens) < ends, tokens, PADDING)
-    whole = [
+    steps, residual, converged = (
         jnp.concatenate([a[:, None], b], axis=1)
         for a, b in zip((out.steps, out.residual, out.converged), solves)
-    ]
-    return Generation(tokens, *_per_new_token(*whole, lengths - first + 1, num_tokens))
+    )
+    read = lengths - first + 1
+    return Generation(tokens, *_per_new_token(steps, residual, converged, read, num_tokens))
 
 
 def _check_lengths(lengths: Any, batch: int, time: int) -> jax.Array:

@@ -467,7 +467,7 @@ def _per_sample(key: jax.Array) -> bool:
     return key.ndim == (1 if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else 2)
 
 
-def fold_in(key: jax.Array, data: int) -> jax.Array:
+def fold_in(key: jax.Array, data: jax.Array | int) -> jax.Array:
     """`jax.random.fold_in` for one key or for (B,) keys."""
     if _per_sample(key):
         return jax.vmap(lambda k: jax.random.fold_in(k, data))(key)

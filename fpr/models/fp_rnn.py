@@ -182,7 +182,7 @@ class FPRNNLayer(MixerBlock):
         return linear_scan(decay, (1.0 - decay) * mixed, before)[0]
 
     def next_cache(self, x: PyTree, z: jax.Array) -> PyTree:
-        cache = {"h": z[:, -1]}
+        cache: dict[str, Any] = {"h": z[:, -1]}
         if self.config.conv:
             xy = jnp.concatenate([x["x"], z.astype(self.dtype)], axis=-1)
             cache["conv"] = x["window"]
