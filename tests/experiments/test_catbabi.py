@@ -1,6 +1,10 @@
+import re
+import sys
+
 import numpy as np
 import pytest
 
+from experiments.data import make_babi
 from experiments.errors import UserError
 from experiments.tasks import Scored, build, catbabi
 from experiments.tasks.catbabi import CatBabi
@@ -211,3 +215,49 @@ def test_two_files_of_one_task_and_another_length(folder):
     (folder / "qa1_where_train.txt").write_text(WHERE["train"])
     with pytest.raises(ValueError, match=r"has 2 files qa1_train.txt"):
         make(folder)
+
+
+def told_so(lines):
+    """Answers of a made-up story, from its sentences alone."""
+    place, holder, lies = {}, {}, {}
+    for line in lines:
+        text = line.split(" ", 1)[1].split("\t")[0].strip()
+        if match := re.fullmatch(r"(\w+) (?:walked|sailed|hurried) to the (\w+)\.", text):
+            place[match[1]] = match[2]
+        elif match := re.fullmatch(r"(\w+) took the (\w+)\.", text):
+            assert match[2] not in holder
+            assert lies.pop(match[2], place[match[1]]) == place[match[1]]
+            holder[match[2]] = match[1]
+        elif match := re.fullmatch(r"(\w+) put down the (\w+)\.", text):
+            assert holder.pop(match[2]) == match[1]
+            lies[match[2]] = place[match[1]]
+        elif match := re.fullmatch(r"Where is (\w+)\?", text):
+            yield place[match[1]]
+        elif match := re.fullmatch(r"Where is the (\w+)\?", text):
+            yield place[holder[match[1]]] if match[1] in holder else lies[match[1]]
+        else:
+            match = re.fullmatch(r"Is (\w+) in the (\w+)\?", text)
+            yield "yes" if place[match[1]] == match[2] else "no"
+
+
+@pytest.mark.parametrize("kind", make_babi.KINDS)
+def test_made_up_stories_are_consistent(kind):
+    rng = np.random.default_rng(kind)
+    for _ in range(100):
+        lines = make_babi.story(kind, rng)
+        answers = [line.split("\t")[1] for line in lines if "\t" in line]
+        assert answers == list(told_so(lines))
+        assert len(answers) == 5
+        for number, line in enumerate(lines, 1):
+            assert line.startswith(f"{number} ")
+            if "\t" in line:  # the lines that an answer follows from come before it
+                assert all(1 <= int(n) < number for n in line.split("\t")[2].split())
+
+
+def test_made_up_stories_are_files_of_this_format(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["make_babi", f"--out={tmp_path}", "--train=9", "--test=4"])
+    make_babi.main()
+    task = make(tmp_path, tasks=make_babi.KINDS, length=50)
+    assert task.identity("train")["stories"] == 27
+    assert task.identity("eval")["questions"] == 3 * 4 * 5
+    assert {"yes", "no", "kettle"} <= set(task.corpus.words)

@@ -1,7 +1,16 @@
+import io
+
+import jax
 import numpy as np
 import pytest
+from rich.console import Console
 
+import fpr
+from experiments import config as configs
+from experiments.context import Run
 from experiments.errors import UserError
+from experiments.evaluate import Evaluator
+from experiments.progress import Progress
 from experiments.tasks import Scored, build
 from experiments.tasks.language import Language, open_tokens
 
@@ -142,3 +151,25 @@ def test_bad_options(text_file, change, message):
 def test_another_length_is_refused(text_file):
     with pytest.raises(ValueError, match=r"task.length=10 tokens, not 20"):
         Language(path=str(text_file), length=10).eval_batch(20, 0, 1)
+
+
+def test_perplexity_of_a_model(tmp_path, text_file):
+    config = configs.complete(
+        {
+            "model": {
+                "name": "mamba", "vocab_size": 257, "seq_len": 6, "hidden_size": 8, "state_size": 2,
+            },
+            "task": {"name": "language", "path": str(text_file), "length": 6},
+            "eval": {"lengths": (6,), "max_examples": 5, "batch_size": 2},
+        }
+    )  # fmt: skip
+    run = Run(config, configs.validate(config), tmp_path, Progress(Console(file=io.StringIO())))
+    batch = run.task.eval_batch(6, 0, 5)
+    params = fpr.init(config["model"], jax.random.key(0), batch)
+    result = Evaluator(run)(params)[6]
+    logits = np.asarray(fpr.apply(config["model"], params, batch).logits, np.float64)
+    total = np.log(np.exp(logits).sum(axis=-1))
+    nll = total - np.take_along_axis(logits, batch["labels"][..., None], axis=-1)[..., 0]
+    assert result["perplexity"] == pytest.approx(np.exp(nll.mean()), rel=1e-5)
+    assert result["perplexity_chance"] == 256
+    assert result["solver_steps_by_layer"] == []

@@ -11,6 +11,7 @@ import fpr
 from experiments import config as configs
 from experiments import tasks
 from experiments.configs import arithmetic, catbabi, copy, formal, language
+from experiments.data import make_babi
 from experiments.errors import UserError
 from tests.experiments.test_catbabi import WHERE
 
@@ -26,11 +27,12 @@ def data(tmp_path_factory):
     """Stand-ins for the user's files: options of the task section by config file."""
     folder = tmp_path_factory.mktemp("data")
     for split, text in WHERE.items():
-        (folder / f"qa1_{split}.txt").write_text(text * 60)
+        for kind in make_babi.KINDS:
+            (folder / f"qa{kind}_{split}.txt").write_text(text * 60)
     (folder / "text.txt").write_bytes(bytes(range(256)) * 100)
     text = str(folder / "text.txt")
     return {
-        "catbabi": {"path": str(folder), "tasks": (1,)},
+        "catbabi": {"path": str(folder), "tasks": make_babi.KINDS},
         "language": {"path": text, "eval_path": text},
     }
 
@@ -100,6 +102,7 @@ def test_the_rows_of_the_copy_table_differ_in_what_sees_the_output_alone():
     [
         ("copy", ("small_all", "small_mamba", "small_gated_deltanet")),
         ("language", ("small_fp_h1", "small_mamba")),
+        ("catbabi", ("mini_fp_h1_1", "mini_mamba_1")),
     ],
 )
 def test_rivals_of_the_small_configs_are_not_smaller(name, variants, data):
