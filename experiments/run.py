@@ -3,6 +3,10 @@
     python -m experiments.run --config=FILE[:VARIANT] --workdir=DIR [--config.a.b=VALUE]
         [--mode=train|eval]
 
+--mode=eval evaluates the newest checkpoint again. Overrides of model.solver.eval (more compute at
+test time: max_steps, decay, patience), of eval and of task (other data) leave the run as it is:
+their results go to a directory of their own in WORKDIR/evaluations.
+
 Exit codes: 0 done, 1 the training diverged, 2 a mistake in the command, config or workdir,
 128 + n stopped by signal n with a checkpoint saved.
 """
