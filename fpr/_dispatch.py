@@ -6,6 +6,7 @@ Private to the scans. Nothing here looks at devices while tracing, so cross-lowe
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ Array = jax.Array
 
 BACKENDS = ("auto", "pallas", "xla", "sequential")
 KERNEL_TYPES = ("float32", "bfloat16", "float16")
+
+log = logging.getLogger(__name__)
 
 
 def check_backend(backend: str) -> None:
@@ -53,27 +56,64 @@ _kernel_p.multiple_results = True
 
 
 @_kernel_p.def_abstract_eval
-def _kernel_shapes(*_args, fn, outs):
+def _kernel_shapes(*_args, outs, **_):
     return [jax.core.ShapedArray(o.shape, o.dtype) for o in outs]
 
 
-def _kernel_batched(args, dims, *, fn, outs):
+def _kernel_batched(args, dims, *, fn, fallback, outs, asked):
     size = next(x.shape[d] for x, d in zip(args, dims) if d is not None)
-    stacked = tuple(jax.ShapeDtypeStruct((size, *o.shape), o.dtype) for o in outs)
-    return _kernel_p.bind(*args, fn=jax.vmap(fn, tuple(dims)), outs=stacked), [0] * len(outs)
+    outs = tuple(jax.ShapeDtypeStruct((size, *o.shape), o.dtype) for o in outs)
+    fn, fallback = (jax.vmap(f, tuple(dims)) for f in (fn, fallback))
+    results = _kernel_p.bind(*args, fn=fn, fallback=fallback, outs=outs, asked=asked)
+    return results, [0] * len(outs)
 
 
 batching.primitive_batchers[_kernel_p] = _kernel_batched
-_lower = mlir.lower_fun(lambda *args, fn, outs: fn(*args), multiple_results=True)
-for _platform in ("tpu", "cuda"):
-    mlir.register_lowering(_kernel_p, _lower, platform=_platform)
 
 
-def _kernel(fn: Callable[..., Any], outs: Sequence[Any], platform: str) -> Callable[..., Any]:
-    """fn for a platform, to be traced at lowering; its results look like `outs`."""
+@functools.cache
+def _gpu_kernels(asked: bool) -> bool:
+    """Whether the kernels run on a GPU; the first time that they do not, the log says why."""
+    if asked:
+        import kernels_pallas
+
+        return kernels_pallas.supports_mosaic_gpu()
+    # The GPU kernels agree with float64 in Mosaic's interpreter but have not run on a card yet.
+    # Until kernels_pallas.bench has checked them there, only backend="pallas" uses them.
+    log.info("scans use their XLA forms on GPU; backend='pallas' chooses the Pallas kernels")
+    return False
+
+
+def _on_tpu(*args, fn, **_):
+    return fn(*args)
+
+
+def _on_gpu(*args, fn, fallback, asked, **_):
+    return fn(*args) if _gpu_kernels(asked) else tuple(fallback(*args))
+
+
+for _platform, _chosen in (("tpu", _on_tpu), ("cuda", _on_gpu)):
+    _rule = mlir.lower_fun(_chosen, multiple_results=True)
+    mlir.register_lowering(_kernel_p, _rule, platform=_platform)
+
+
+def _kernel(
+    fn: Callable[..., Any],
+    fallback: Callable[..., Any],
+    outs: Sequence[Any],
+    platform: str,
+    asked: bool,
+) -> Callable[..., Any]:
+    """fn for a platform, to be traced at lowering; its results look like `outs`.
+
+    Args:
+      fallback: the form for a GPU that cannot run the kernels.
+      asked: the caller named the kernels, rather than leaving the choice to this module.
+    """
     shapes = tuple(jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outs)
     fn = functools.partial(fn, platform=platform)
-    return lambda *args: tuple(_kernel_p.bind(*args, fn=fn, outs=shapes))
+    options = {"fn": fn, "fallback": fallback, "outs": shapes, "asked": asked}
+    return lambda *args: tuple(_kernel_p.bind(*args, **options))
 
 
 def dispatch(
@@ -97,8 +137,8 @@ def dispatch(
         return sequential(*args)
     if backend == "xla":
         return xla(*args)
-    named = {"tpu": "tpu", "cuda": "gpu"}
-    kernels = {name: _kernel(pallas, outs, named[name]) for name in platforms}
+    named, asked = {"tpu": "tpu", "cuda": "gpu"}, backend == "pallas"
+    kernels = {name: _kernel(pallas, xla, outs, named[name], asked) for name in platforms}
     typed = args[0].dtype.name in KERNEL_TYPES
     if backend == "pallas":
         if not typed:
@@ -111,9 +151,6 @@ def dispatch(
     # under x64 its indices would need their types spelled out; those of kernels_pallas do neither.
     if not typed or any(map(_manual_axes, args)) or jax.config.read("jax_enable_x64"):
         kernels = {}
-    # The GPU kernels agree with float64 in Mosaic's interpreter but have not run on a card yet.
-    # Until kernels_pallas.bench has checked them there, only backend="pallas" uses them.
-    kernels.pop("cuda", None)
     return lax.platform_dependent(*args, cpu=sequential, default=xla, **kernels)
 
 

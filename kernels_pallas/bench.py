@@ -42,6 +42,7 @@ class Case:
       make: seed -> arguments.
       bytes: the fewest bytes that must move through memory: inputs once, outputs once.
       check: (arguments, outputs) -> relative error against float64.
+      flops: operations of the matrix products, in chunks of 64 steps; 0 where there are none.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Case:
     make: Callable[[int], tuple]
     bytes: int
     check: Callable[[tuple, Any], float]
+    flops: int = 0
 
 
 def relative_error(got, want) -> float:
@@ -93,13 +95,14 @@ def _selective_float64(u, delta, a, b, c, d, z):
     return y * z / (1 + np.exp(-z))
 
 
-def _fused_float64(h, bx, decay, units, alpha, scale):
-    h, bx, decay, units, alpha = (np.asarray(v, np.float64) for v in (h, bx, decay, units, alpha))
-    v = bx - h
-    for i in range(alpha.shape[-1]):
-        along = (units[:, :, i] * v).sum(-1, keepdims=True)
-        v = v - scale * alpha[..., i : i + 1] * along * units[:, :, i]
-    return _linear_float64(decay, (1 - decay) * (v + h))
+def _fused_float64(decay, bx, units, mass, weights):
+    """ū·(Bx - h) of the iterate h = scan(λ, (1-λ) (mass Bx - Σ_i weights_i ū_i)) from zero."""
+    decay, bx, units, mass, weights = (
+        np.asarray(v, np.float64) for v in (decay, bx, units, mass, weights)
+    )
+    x = mass[:, None, None] * bx - np.einsum("btr,btrd->btd", weights, units)
+    h = _linear_float64(decay, (1 - decay) * x)
+    return np.einsum("btrd,btd->btr", units, bx - h)
 
 
 def _ssd_float64(x, log_decay, b, c):
@@ -219,20 +222,24 @@ def _fused_case(shape, rank, dtype, options) -> Case:
         normal, uniform = _random(seed, dtype)
         units = normal(batch, time_, rank, dim).astype(jnp.float32)
         units = (units / jnp.linalg.norm(units, axis=-1, keepdims=True)).astype(dtype)
-        return (
-            normal(*shape), normal(*shape), uniform(*shape), units, uniform(batch, time_, rank),
-        )  # fmt: skip
+        new, old = (
+            kp.Iterate(jnp.ones((batch,)), normal(batch, time_, rank).astype(jnp.float32))
+            for _ in range(2)
+        )
+        return uniform(*shape), normal(*shape), units, new, old
 
-    def check(args, h):
-        h0, bx, decay, units, alpha = (np.asarray(v.astype(jnp.float32)[:1]) for v in args)
-        want = _fused_float64(h0, bx, decay, units, alpha, 2.0)
-        return relative_error(h.astype(jnp.float32)[:1], want)
+    def check(args, out):
+        first = jax.tree.map(lambda v: np.asarray(v.astype(jnp.float32)[:1]), args)
+        decay, bx, units, new, _ = first
+        return relative_error(out[0][:1], _fused_float64(decay, bx, units, *new))
 
     def run(*args):
-        return kp.fused_fixed_point(*args, **options)[0]
+        along, residual, _ = kp.fused_fixed_point(*args, **options)
+        return along, residual
 
-    name = f"fused_fixed_point householder r={rank}"
-    moved = (4 + rank) * stream
+    name = f"fused_fixed_point r={rank}"
+    # Reads λ, Bx, ū and two weights a token and rank, writes one number.
+    moved = (2 + rank) * stream + 3 * 4 * batch * time_ * rank
     return Case(name, shape, jnp.dtype(dtype).name, run, None, make, moved, check)
 
 
@@ -255,7 +262,8 @@ def _ssd_case(shape, dtype, options) -> Case:
     def run(*args):
         return kp.ssd(*args, **options)[0]
 
-    return Case("ssd", shape, jnp.dtype(dtype).name, run, None, make, moved, check)
+    flops = 2 * batch * time_ * heads * (64 * (n + p) + 2 * n * p)
+    return Case("ssd", shape, jnp.dtype(dtype).name, run, None, make, moved, check, flops)
 
 
 def _delta_case(shape, dtype, options) -> Case:
@@ -276,7 +284,9 @@ def _delta_case(shape, dtype, options) -> Case:
     def run(*args):
         return kp.delta_rule(*args, **options)[0]
 
-    return Case("delta_rule", shape, jnp.dtype(dtype).name, run, None, make, moved, check)
+    # Scores and their use; keys with keys, the two solutions; the state read twice and written.
+    flops = 2 * batch * time_ * heads * (64 * 5 * size + 3 * size**2)
+    return Case("delta_rule", shape, jnp.dtype(dtype).name, run, None, make, moved, check, flops)
 
 
 def cases(device: str, interpret: bool) -> list[Case]:
@@ -296,10 +306,9 @@ def cases(device: str, interpret: bool) -> list[Case]:
         for dtype in (jnp.bfloat16, jnp.float32):
             found += _linear_cases(shape, dtype, options)
     found.append(_selective_case((8, 4096, 2048, 16), jnp.bfloat16, options))
-    found.append(_fused_case((8, 4096, 1024), 1, jnp.bfloat16, options))
-    if device == "tpu":  # matrix units only there: the GPU uses the XLA forms
-        found.append(_ssd_case((8, 4096, 32, 64, 128), jnp.bfloat16, options))
-        found.append(_delta_case((8, 4096, 16, 128), jnp.bfloat16, options))
+    found += [_fused_case((8, 4096, d), 1, jnp.bfloat16, options) for d in (1024, 2048)]
+    found.append(_ssd_case((8, 4096, 32, 64, 128), jnp.bfloat16, options))
+    found.append(_delta_case((8, 4096, 16, 128), jnp.bfloat16, options))
     return found
 
 
@@ -327,7 +336,14 @@ def copy_bandwidth(megabytes: int, calls: int, repeats: int) -> float:
     return 2 * megabytes * 2**20 / seconds_per_call(add, arrays, calls, repeats)
 
 
-def measure(case: Case, ceiling: float, calls: int, repeats: int) -> dict[str, Any]:
+def matmul_rate(size: int, calls: int, repeats: int) -> float:
+    """Operations per second of a square bfloat16 product."""
+    make = lambda seed: jax.random.normal(jax.random.key(seed), (size, size)).astype(jnp.bfloat16)  # noqa: E731
+    inputs = [(make(2 * k), make(2 * k + 1)) for k in range(2)]
+    return 2 * size**3 / seconds_per_call(jax.jit(jnp.matmul), inputs, calls, repeats)
+
+
+def measure(case: Case, ceiling: float, matmul: float, calls: int, repeats: int) -> dict[str, Any]:
     """Checks and times one case; a failed check has no times."""
     run = jax.jit(case.run)
     inputs = [case.make(seed) for seed in range(2)]
@@ -340,6 +356,9 @@ def measure(case: Case, ceiling: float, calls: int, repeats: int) -> dict[str, A
     row["ms"] = 1e3 * seconds
     row["GB/s"] = case.bytes / seconds / 1e9
     row["share_of_copy"] = case.bytes / seconds / ceiling
+    if case.flops:
+        row["TFLOP/s"] = case.flops / seconds / 1e12
+        row["share_of_matmul"] = case.flops / seconds / matmul
     if case.baseline is not None:
         slow = seconds_per_call(jax.jit(case.baseline), inputs, calls, repeats)
         row["associative_scan_ms"] = 1e3 * slow
@@ -365,12 +384,14 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--device={flags.device}, but JAX runs on {jax.default_backend()}")
     calls, repeats = (1, 2) if flags.interpret else (flags.calls, flags.repeats)
     ceiling = copy_bandwidth(4 if flags.interpret else 512, calls, repeats)
+    matmul = matmul_rate(128 if flags.interpret else 8192, calls, repeats)
     report: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "interpret": flags.interpret,
         "copy_GB/s": ceiling / 1e9,
+        "matmul_TFLOP/s": matmul / 1e12,
         "results": [],
     }
     print(f"{report['device']}, jax {jax.__version__}, copy {ceiling / 1e9:.0f} GB/s")
@@ -378,7 +399,7 @@ def main(argv: list[str] | None = None) -> int:
     for case in cases(flags.device, flags.interpret):
         if flags.only not in case.name:
             continue
-        measured = functools.partial(measure, case, ceiling, calls, repeats)
+        measured = functools.partial(measure, case, ceiling, matmul, calls, repeats)
         try:
             row = measured()
         except (RuntimeError, ValueError, NotImplementedError) as e:

@@ -38,6 +38,12 @@ def _shapes(*shapes, dtype):
     return tuple(jax.ShapeDtypeStruct(s, dtype) for s in shapes)
 
 
+def _fused(decay, bx, units, mass, weights, old_mass, old_weights, h0, *, keep):
+    iterates = kp.Iterate(mass, weights), kp.Iterate(old_mass, old_weights)
+    out = kp.fused_fixed_point(decay, bx, units, *iterates, h0, keep=keep, platform="tpu")
+    return out if keep else out[:2]
+
+
 def cases() -> Iterator[Case]:
     """(name, function, argument shapes) for every kernel at small ragged and at working sizes."""
     for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
@@ -55,12 +61,13 @@ def cases() -> Iterator[Case]:
             yield f"selective_scan {b}x{t}x{d}x{n} {kind}", f, args
             label = f"selective_scan gradient {b}x{t}x{d}x{n} {kind}"
             yield label, jax.grad(_loss(f), tuple(range(8))), args
-        for b, t, d, r in ((2, 1, 1, 1), (2, 300, 200, 3), (8, 4096, 512, 2), (8, 4096, 2048, 1)):
-            wide, units, alpha = (b, t, d), (b, t, r, d), (b, t, r)
-            args = _shapes(wide, wide, wide, units, alpha, dtype=dtype)
-            for mixer in ("householder", "dplr"):
-                f = functools.partial(kp.fused_fixed_point, mixer=mixer, platform="tpu")
-                yield f"fused_fixed_point {mixer} {b}x{t}x{d}x{r} {kind}", f, args
+        ranked = ((2, 1, 1, 1), (2, 300, 200, 3), (8, 4096, 512, 2), (8, 4096, 2048, 1))
+        for b, t, d, r in (*ranked, (1, 512, 8192, 1)):
+            wide, units, tokens = (b, t, d), (b, t, r, d), (b, t, r)
+            args = _shapes(wide, wide, units, (b,), tokens, (b,), tokens, (b, d), dtype=dtype)
+            for keep in (False, True):
+                label = f"fused_fixed_point {b}x{t}x{d}x{r} {kind}{' with h' if keep else ''}"
+                yield label, functools.partial(_fused, keep=keep), args
         for b, t, h, p, g, n in (
             (2, 1, 1, 1, 1, 1),
             (1, 300, 4, 24, 2, 5),

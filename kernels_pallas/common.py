@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,29 +80,30 @@ def supports_mosaic_gpu() -> bool:
     return usable
 
 
-def tile_compose(a: jax.Array, x: jax.Array, reverse: bool) -> tuple[jax.Array, jax.Array]:
+def tile_compose(a: jax.Array, x: Any, reverse: bool) -> tuple[jax.Array, Any]:
     """Composed steps over the 8 rows of one register tile, in three doublings.
 
     Doubling only multiplies and adds, so decays of exactly 0 or 1 and products that underflow are
     harmless (a log-space form would not survive them).
 
     Args:
-      a, x: float32 (b, 8, d), the steps h -> a_t h + x_t.
+      a: float32 (b, 8, d). x: the same, the steps h -> a_t h + x_t; or several x in a list.
       reverse: run from row 7 to row 0.
 
     Returns:
-      (p, y) with h_t = p_t h + y_t for the state h that enters the tile.
+      (p, y) with h_t = p_t h + y_t for the state h that enters the tile; y like x.
     """
     rows = a.shape[1]
     row = lax.broadcasted_iota(jnp.int32, a.shape, 1)
+    xs, tree = jax.tree.flatten(x)
     step = 1
     while step < rows:
         shift = rows - step if reverse else step
         inside = row < rows - step if reverse else row >= step
-        x = jnp.where(inside, a * pltpu.roll(x, shift, 1) + x, x)
+        xs = [jnp.where(inside, a * pltpu.roll(v, shift, 1) + v, v) for v in xs]
         a = jnp.where(inside, a * pltpu.roll(a, shift, 1), a)
         step *= 2
-    return a, x
+    return a, jax.tree.unflatten(tree, xs)
 
 
 def tile_scan(a: jax.Array, x: jax.Array, carry: jax.Array, reverse: bool) -> jax.Array:
@@ -123,10 +125,13 @@ def last_row(x: jax.Array, reverse: bool) -> jax.Array:
     return x[:, :1] if reverse else x[:, -1:]
 
 
-def time_semantics(parallel: int) -> pltpu.CompilerParams:
+def time_semantics(parallel: int, vmem_bytes: int | None = None) -> pltpu.CompilerParams:
     """`parallel` independent grid axes, then the time axis, which must run in order."""
     axes = pltpu.GridDimensionSemantics
-    return pltpu.CompilerParams(dimension_semantics=[axes.PARALLEL] * parallel + [axes.ARBITRARY])
+    return pltpu.CompilerParams(
+        dimension_semantics=[axes.PARALLEL] * parallel + [axes.ARBITRARY],
+        vmem_limit_bytes=vmem_bytes,
+    )
 
 
 def time_spec(block: tuple[int, int, int], chunks: int, reverse: bool) -> pl.BlockSpec:

@@ -1,12 +1,15 @@
-"""One fixed-point iteration in one pass over memory: mix channels, scan, measure the change.
+"""One fixed-point iteration in one pass over memory that never touches the previous iterate.
 
-Computes equation 7 of "Fixed-Point RNNs" (arXiv 2503.10799) for householder and dplr mixers. Reads
-h, Bx, λ and the mixer's vectors once, writes the new h once.
+Equation 7 of "Fixed-Point RNNs" (arXiv 2503.10799) is h' = scan(λ, (1-λ) (Q (Bx - h) + h)). With a
+mixer of rank r (householder, dplr) Q v = v - Σ_i w_i ū_i, where w depends on v through the ū_iᵀ v
+alone: h' = scan(λ, (1-λ) (Bx - Σ_i w_i ū_i)). So an iterate is known by r numbers per token, and
+an iteration reads λ, Bx and ū, and writes r numbers per token.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,81 +17,105 @@ import jax.numpy as jnp
 from kernels_pallas import common, fused_fixed_point_gpu, fused_fixed_point_tpu
 from kernels_pallas.linear_scan import linear_scan
 
-MIXERS = ("householder", "dplr")
 _FAMILY = {"tpu": fused_fixed_point_tpu, "gpu": fused_fixed_point_gpu}
 
 
-def _plain(h, bx, decay, units, alpha, mixer, scale, platform, interpret):
-    """The same map from the linear scan kernel and jax.numpy; its gradient serves the fused one."""
-    f32 = functools.partial(jax.tree.map, lambda v: v.astype(jnp.float32))
-    h32, bx, decay32, units, alpha = f32((h, bx, decay, units, alpha))
-    parts = [units[..., i, :] for i in range(alpha.shape[-1])]
-    x = (1 - decay32) * (
-        fused_fixed_point_tpu.mix(bx - h32, parts, alpha, mixer=mixer, scale=scale) + h32
-    )
-    return linear_scan(decay, x, platform=platform, interpret=interpret)[0].astype(h.dtype)
+class Iterate(NamedTuple):
+    """The iterate h = scan(λ, (1-λ) (mass Bx - Σ_i weights_i ū_i)) from the state mass · h0.
+
+    Zero has this form, the iteration keeps it, and so does damping, which is an affine combination:
+    of masses and of weights just as of the iterates themselves.
+
+    Attributes:
+      mass: (B,), 0 for the zero iterate and 1 for every value of the undamped iteration.
+      weights: (B, T, r).
+    """
+
+    mass: jax.Array
+    weights: jax.Array
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8, 9))
-def _fused(h, bx, decay, units, alpha, mixer, scale, platform, chunk, interpret):
-    return _FAMILY[platform].forward(h, bx, decay, units, alpha, mixer, scale, chunk, interpret)
+def _plain(decay, bx, units, new, h0, keep, platform, interpret):
+    """The same from the linear scan kernel and jax.numpy; its gradient serves the fused one."""
+    decay, bx, units = (v.astype(jnp.float32) for v in (decay, bx, units))
+    mixed = jnp.einsum("btr,btrd->btd", new.weights, units)
+    x = (1 - decay) * (new.mass[:, None, None] * bx - mixed)
+    h, _ = linear_scan(decay, x, new.mass[:, None] * h0, platform=platform, interpret=interpret)
+    return jnp.einsum("btrd,btd->btr", units, bx - h), h if keep else None
 
 
-def _fused_fwd(h, bx, decay, units, alpha, mixer, scale, platform, chunk, interpret):
-    args = (h, bx, decay, units, alpha)
-    return _fused(*args, mixer, scale, platform, chunk, interpret), args
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8, 9))
+def _fused(decay, bx, units, new, old, h0, keep, platform, chunk, interpret):
+    weights = jnp.concatenate([new.weights, new.weights - old.weights], axis=-1)
+    mass = jnp.stack([new.mass, new.mass - old.mass], axis=-1)
+    return _FAMILY[platform].forward(decay, bx, units, weights, mass, h0, keep, chunk, interpret)
 
 
-def _fused_bwd(mixer, scale, platform, chunk, interpret, args, cotangents):
+def _fused_fwd(decay, bx, units, new, old, h0, keep, platform, chunk, interpret):
+    outs = _fused(decay, bx, units, new, old, h0, keep, platform, chunk, interpret)
+    return outs, (decay, bx, units, new, old, h0)
+
+
+def _fused_bwd(keep, platform, chunk, interpret, saved, cotangents):
     del chunk
-    plain = functools.partial(
-        _plain, mixer=mixer, scale=scale, platform=platform, interpret=interpret
-    )
-    return jax.vjp(plain, *args)[1](cotangents[0])
+    decay, bx, units, new, old, h0 = saved
+    plain = functools.partial(_plain, keep=keep, platform=platform, interpret=interpret)
+    pull = jax.vjp(plain, decay, bx, units, new, h0)[1]
+    dh = cotangents[2]
+    *grads, dh0 = pull((cotangents[0], dh if dh is None else dh.astype(jnp.float32)))
+    return *grads, jax.tree.map(jnp.zeros_like, old), dh0
 
 
 _fused.defvjp(_fused_fwd, _fused_bwd)
 
 
 def fused_fixed_point(
-    h, bx, decay, units, alpha, *, mixer="householder", scale=2.0, platform, chunk=None,
-    interpret=False,
-):  # fmt: skip
-    """One iteration h -> scan(λ, (1-λ) (Q(Bx - h) + h)) from a zero state, with its residual.
+    decay, bx, units, new, old, h0=None, *, keep=False, platform, chunk=None, interpret=False
+):
+    """What an iteration needs to know about the iterate `new`, which follows `old`.
 
-    The gradient is that of the iteration composed of mixer and linear scan kernel; the residual is
-    a measurement and has none.
+    One pass over λ, Bx and ū. The next weights follow from the first result: w_i = s α_i along_i
+    for dplr and for r = 1; householder factors each see what those before them left (see
+    `fpr.fixed_point_scan`). The gradient of `along` and h is that of the linear scan kernel; the
+    residual is a measurement and has none.
 
     Args:
-      h: (B, T, D) previous iterate. bx: (B, T, D) input. decay: (B, T, D), λ in [0, 1].
-      units: (B, T, r, D) unit vectors ū. alpha: (B, T, r).
-      mixer: "householder": Q v = Π_i (I - scale α_i ū_i ū_iᵀ) v, i = 0 first; "dplr": the sum form
-        v - scale Σ_i α_i ū_i (ū_iᵀ v).
-      scale: s of the specification, 2 or 1.
+      decay: (B, T, D), λ in [0, 1]. bx: (B, T, D), the input. units: (B, T, r, D), unit vectors ū.
+      new, old: two `Iterate`s, mass (B,) and weights (B, T, r) each.
+      h0: (B, D), state before the first step, or None for zero.
+      keep: also write the iterate.
       platform: "tpu" or "gpu". Never read from the devices at hand.
       chunk: time steps per block, or None to let the kernel choose.
       interpret: True, or interpreter parameters of the platform, to run on CPU.
 
     Returns:
-      The new iterate (B, T, D) in h's type and the residual (B,) float32,
-      max_t ‖h'_t - h_t‖_∞ / (‖h'_t‖_∞ + 1e-8).
+      along: (B, T, r) float32, ū_iᵀ (Bx - h) of the iterate h that `new` stands for.
+      residual: (B,) float32, max_t ‖h_t - g_t‖_∞ / (‖h_t‖_∞ + 1e-8), g the iterate of `old`.
+      h: (B, T, D) in bx's type, or None unless `keep`.
 
     Raises:
-      ValueError: shapes that do not match, an unknown mixer, types or platforms without a kernel.
+      ValueError: shapes that do not match, types or platforms without a kernel, a rank too large.
     """
     common.check_platform(platform)
-    if mixer not in MIXERS:
-        raise ValueError(f"mixer={mixer!r}; the fused iteration takes {MIXERS}")
-    shape, rank = h.shape, alpha.shape[-1]
+    if bx.ndim != 3 or units.ndim != 4:
+        raise ValueError(f"bx {bx.shape} must be (B, T, D) and units {units.shape} (B, T, r, D)")
+    (batch, time, dim), rank = bx.shape, units.shape[2]
+    h0 = jnp.zeros((batch, dim), jnp.float32) if h0 is None else h0
     wanted = {
-        "bx": (bx, shape), "decay": (decay, shape), "units": (units, (*shape[:2], rank, shape[2])),
-        "alpha": (alpha, (*shape[:2], rank)),
+        "decay": (decay, bx.shape), "units": (units, (batch, time, rank, dim)),
+        "new.weights": (new.weights, (batch, time, rank)), "new.mass": (new.mass, (batch,)),
+        "old.weights": (old.weights, (batch, time, rank)), "old.mass": (old.mass, (batch,)),
+        "h0": (h0, (batch, dim)),
     }  # fmt: skip
-    common.check_float("h", h)
     for name, (v, want) in wanted.items():
-        common.check_float(name, v)
         if v.shape != want:
-            raise ValueError(f"{name} has shape {v.shape}, must be {want} for h {shape}")
-    arrays = common.storable(platform, h, bx, decay, units, alpha)
-    new, residual = _fused(*arrays, mixer, float(scale), platform, chunk, interpret)
-    return new.astype(h.dtype), residual
+            raise ValueError(f"{name} has shape {v.shape}, must be {want} for bx {bx.shape}")
+    for name, v in (("decay", decay), ("bx", bx), ("units", units)):
+        common.check_float(name, v)
+    most = _FAMILY[platform].MAX_RANK
+    if not 1 <= rank <= most or 0 in bx.shape:
+        raise ValueError(f"rank {rank} must be 1 to {most}, and no axis of bx {bx.shape} empty")
+    new, old, h0 = jax.tree.map(lambda v: v.astype(jnp.float32), (new, old, h0))
+    arrays = common.storable(platform, decay, bx, units)
+    along, residual, h = _fused(*arrays, new, old, h0, keep, platform, chunk, interpret)
+    return along, residual, h.astype(bx.dtype) if keep else None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,6 +54,18 @@ def struct(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
 def kernel_calls(text: str) -> int:
     """How many Pallas kernels a lowered module launches."""
     return text.count("@tpu_custom_call") + text.count("@mosaic_gpu_v2")
+
+
+def kernel_bytes(text: str) -> int:
+    """Bytes of all arguments and results of the Pallas kernels in a lowered module."""
+    total = 0
+    for line in text.splitlines():
+        if "@tpu_custom_call" in line or "@mosaic_gpu_v2" in line:
+            types = line[line.rindex("} : (") :]
+            for dims, kind in re.findall(r"tensor<((?:\d+x)+)([a-z]+\d+)>", types):
+                size = {"f32": 4, "bf16": 2, "f16": 2}[kind]
+                total += size * math.prod(int(n) for n in dims.split("x")[:-1])
+    return total
 
 
 def races_found() -> bool:

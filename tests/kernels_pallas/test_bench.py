@@ -17,7 +17,7 @@ def test_interpreted_run_writes_json(tmp_path):
     rows = {r["name"]: r for r in report["results"]}
     assert set(rows) == {
         "linear_scan", "linear_scan with gradient", "selective_scan",
-        "fused_fixed_point householder r=1", "ssd", "delta_rule",
+        "fused_fixed_point r=1", "ssd", "delta_rule",
     }  # fmt: skip
     assert all(r["correct"] and r["ms"] > 0 for r in rows.values())
     assert rows["linear_scan"]["times_faster_than_associative_scan"] > 0

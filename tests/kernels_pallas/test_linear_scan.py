@@ -123,7 +123,7 @@ def test_wrong_order_is_caught(monkeypatch):
     monkeypatch.setattr(
         common,
         "time_semantics",
-        lambda parallel: pltpu.CompilerParams(
+        lambda parallel, **_: pltpu.CompilerParams(
             dimension_semantics=[pltpu.GridDimensionSemantics.PARALLEL] * (parallel + 1)
         ),
     )

@@ -58,34 +58,32 @@ def selective_scan(u, delta, a, b, c, d=None, z=None, h0=None):
     return y, state
 
 
-def fixed_point_iteration(h, bx, decay, units, alpha, mixer="householder", scale=2.0):
-    """h'_t = λ_t h'_{t-1} + (1 - λ_t) (Q_t (Bx_t - h_t) + h_t) (spec 1, eq. 7) and its residual.
+def fixed_point_measure(decay, bx, units, new, old, h0):
+    """What one fused iteration returns: ū·(Bx - h), the residual of h against g, and h.
 
-    h, bx, decay (B, T, D); units (B, T, r, D); alpha (B, T, r).
+    h and g are scan(λ, (1-λ) (mass Bx - Σ_i weights_i ū_i)) from mass · h0, for `new` and `old`:
+    decay, bx (B, T, D); units (B, T, r, D); mass (B,) and weights (B, T, r) of each; h0 (B, D).
     """
-    h, bx, decay, units, alpha = f64(h, bx, decay, units, alpha)
-    new, residual = np.zeros_like(h), np.zeros(len(h))
-    for b in range(h.shape[0]):
-        state = np.zeros(h.shape[2])
-        for t in range(h.shape[1]):
-            v = bx[b, t] - h[b, t]
-            eye = np.eye(h.shape[2])
-            terms = [scale * w * np.outer(u, u) for w, u in zip(alpha[b, t], units[b, t])]
-            if mixer == "dplr":
-                q = eye - sum(terms)
-            else:
-                q = eye
-                for term in terms:
-                    q = (eye - term) @ q
-            state = decay[b, t] * state + (1 - decay[b, t]) * (q @ v + h[b, t])
-            new[b, t] = state
-            change, size = np.abs(state - h[b, t]).max(), np.abs(state).max()
+    decay, bx, units, h0 = f64(decay, bx, units, h0)
+    h, g = (np.zeros_like(bx) for _ in range(2))
+    along, residual = np.zeros(units.shape[:3]), np.zeros(len(bx))
+    for b in range(bx.shape[0]):
+        for out, iterate in ((h, new), (g, old)):
+            mass, weights = f64(iterate.mass[b], iterate.weights[b])
+            state = mass * h0[b]
+            for t in range(bx.shape[1]):
+                x = mass * bx[b, t] - weights[t] @ units[b, t]
+                state = decay[b, t] * state + (1 - decay[b, t]) * x
+                out[b, t] = state
+        for t in range(bx.shape[1]):
+            along[b, t] = units[b, t] @ (bx[b, t] - h[b, t])
+            change, size = np.abs(h[b, t] - g[b, t]).max(), np.abs(h[b, t]).max()
             residual[b] = max(residual[b], change / (size + 1e-8))
-    return new, residual
+    return along, residual, h
 
 
-def fixed_point_dense(bx, decay, units, alpha, scale=1.0):
-    """The fixed point itself for householder mixers, from the dense recurrence (spec 1, section 1).
+def fixed_point_dense(bx, decay, units, alpha, scale=1.0, mixer="householder", h0=None):
+    """The fixed point itself, from the dense recurrence (spec 1, section 1).
 
     h_t = (Λ + (I-Λ) Q)^-1 (Λ h_{t-1} + (I-Λ) Q B x_t).
     """
@@ -93,11 +91,14 @@ def fixed_point_dense(bx, decay, units, alpha, scale=1.0):
     h = np.zeros_like(bx)
     eye = np.eye(bx.shape[2])
     for b in range(bx.shape[0]):
-        state = np.zeros(bx.shape[2])
+        state = np.zeros(bx.shape[2]) if h0 is None else f64(h0)[0][b]
         for t in range(bx.shape[1]):
-            q = eye
-            for w, u in zip(alpha[b, t], units[b, t]):
-                q = (eye - scale * w * np.outer(u, u)) @ q
+            terms = [scale * w * np.outer(u, u) for w, u in zip(alpha[b, t], units[b, t])]
+            q = eye - sum(terms)
+            if mixer == "householder":
+                q = eye
+                for term in terms:
+                    q = (eye - term) @ q
             keep, rest = np.diag(decay[b, t]), np.diag(1 - decay[b, t])
             right = decay[b, t] * state + (1 - decay[b, t]) * (q @ bx[b, t])
             state = np.linalg.solve(keep + rest @ q, right)

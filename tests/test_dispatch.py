@@ -1,0 +1,54 @@
+"""Which form runs: the choice for GPUs is made at lowering and said once."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from fpr import _dispatch, linear_scan
+from kernels_pallas import common
+from tests.kernels_pallas import checks
+
+WIDE = jax.ShapeDtypeStruct((2, 64, 128), jnp.float32)
+
+
+@pytest.fixture
+def fresh():
+    """No answer remembered, before and after."""
+    answers = _dispatch._gpu_kernels, common.supports_mosaic_gpu
+    for answer in answers:
+        answer.cache_clear()
+    yield
+    for answer in answers:
+        answer.cache_clear()
+
+
+def lower(**options):
+    return checks.lower(functools.partial(linear_scan, **options), "cuda", WIDE, WIDE)
+
+
+@pytest.mark.parametrize(("capability", "kernels"), [("8.0", 0), ("9.0", 1), ("10.0", 1)])
+def test_gpus_without_mosaic_take_the_xla_form(monkeypatch, caplog, fresh, capability, kernels):
+    card = types.SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(common.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(common.jax, "local_devices", lambda: [card])
+    with caplog.at_level(logging.WARNING):
+        for reverse in (False, True):
+            text = lower(backend="pallas", reverse=reverse)
+            assert (checks.kernel_calls(text) > 0) == kernels
+    said = [r.message for r in caplog.records if "compute capability" in r.message]
+    assert len(said) == 1 - kernels
+    assert all(capability in message for message in said)
+
+
+def test_by_default_gpus_take_the_xla_form_and_the_log_says_so_once(caplog, fresh):
+    with caplog.at_level(logging.INFO, logger=_dispatch.__name__):
+        for reverse in (False, True):
+            assert checks.kernel_calls(lower(reverse=reverse)) == 0
+    assert sum("XLA forms on GPU" in r.message for r in caplog.records) == 1
+    assert checks.kernel_calls(lower(backend="pallas")) > 0
