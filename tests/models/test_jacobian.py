@@ -1,0 +1,74 @@
+"""Model.jacobian_norm against Jacobians written out."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fpr
+
+CONFIG = {
+    "name": "fprm", "vocab_size": 5, "seq_len": 2, "hidden_size": 4, "num_heads": 2,
+    "num_layers": 1, "expansion": 1.0, "rope": False, "z0_std": 1.0,
+}  # fmt: skip
+BATCH = {"tokens": jnp.array([[1, 2], [3, 4], [2, 2]])}
+
+
+@pytest.fixture(scope="module")
+def solved():
+    model = fpr.build(CONFIG)
+    params = fpr.init(CONFIG, jax.random.key(0), BATCH)
+    state = fpr.apply(CONFIG, params, BATCH, train=True, key=jax.random.key(1), max_steps=3).state
+    return model, params, state
+
+
+def norm(model, state, step, params, key):
+    return model.apply({"params": params}, BATCH, state, key, step=step, method="jacobian_norm")
+
+
+@pytest.mark.parametrize("step", [0.0, 1e-2])
+def test_the_mean_over_draws_is_the_frobenius_norm(solved, step, fast_compile):
+    model, params, state = solved
+
+    def f(module, z):
+        layer = module.layers[0]
+        return layer.step(layer.inject(module.embed(BATCH)), z)
+
+    z = state[0].z
+    jacobian = jax.jit(jax.jacrev(lambda z: model.apply({"params": params}, z, method=f)))(z)
+    blocks = [np.asarray(jacobian)[b, ..., b, :, :].reshape(8, 8) for b in range(3)]
+    expected = [np.sum(block.astype(np.float64) ** 2) / 8 for block in blocks]
+
+    draw = jax.jit(jax.vmap(functools.partial(norm, model, state, step, params)))
+    keys = jax.random.split(jax.random.key(2), (8, 250))
+    draws = np.concatenate([draw(part) for part in keys])
+    np.testing.assert_allclose(draws.mean(axis=0), expected, rtol=0.08)
+
+
+def test_gradients_of_both_forms_agree_on_average(solved, fast_compile):
+    model, params, state = solved
+    keys = jax.random.split(jax.random.key(3), 500)
+
+    def mean(params, step):
+        draws = jax.vmap(lambda key: norm(model, state, step, params, key))(keys)
+        return jnp.mean(draws)
+
+    exact, finite = (
+        jax.jit(jax.grad(functools.partial(mean, step=step)))(params)["layers_0"]
+        for step in (0.0, 1e-2)
+    )
+    flat = [np.concatenate([np.ravel(a) for a in jax.tree.leaves(g)]) for g in (exact, finite)]
+    cosine = flat[0] @ flat[1] / np.linalg.norm(flat[0]) / np.linalg.norm(flat[1])
+    assert cosine > 0.97
+    assert np.linalg.norm(flat[1]) == pytest.approx(np.linalg.norm(flat[0]), rel=0.15)
+
+
+def test_a_model_without_a_loop_has_no_jacobian():
+    config = {"name": "lstm", "vocab_size": 5, "seq_len": 2, "hidden_size": 4}
+    params = fpr.init(config, jax.random.key(0), BATCH)
+    with pytest.raises(ValueError, match="LSTM has no loop"):
+        fpr.build(config).apply(
+            {"params": params}, BATCH, (), jax.random.key(1), method="jacobian_norm"
+        )
