@@ -49,7 +49,7 @@ def get_config(variant: str = "small_brackets_fp_mamba") -> ConfigDict:
 
 
 def _paper(brackets: bool, model: str) -> ConfigDict:
-    options = {"vocab_size": 12, "seq_len": 40, "hidden_size": 128, "num_layers": 2}
+    options: dict[str, Any] = {"vocab_size": 12, "seq_len": 40, "hidden_size": 128, "num_layers": 2}
     if model == "fp_mamba":
         options["solver"] = {"preset": "fp_mamba", "train": {"max_steps": 20}}
     return ConfigDict(
@@ -115,6 +115,11 @@ def _small(brackets: bool, model: str) -> ConfigDict:
             "model": small_model(model, vocab_size=12, seq_len=16),
             "task": {"name": "arithmetic", "brackets": brackets, "length": 16, "min_length": 4},
             **small_training(3000),
-            "eval": {"lengths": (16, 32), "max_examples": 1024, "batch_size": 256},
+            "eval": {
+                "lengths": (16, 32),
+                "max_examples": 1024,
+                "batch_size": 256,
+                "budget_examples": 0,
+            },
         }
     )

@@ -33,6 +33,11 @@ def get_config(variant: str = "parity_fp_mamba") -> ConfigDict:
             "model": arithmetic.small_model(model, **sizes),
             "task": {"name": "formal", "language": language, "length": 16, "min_length": 3},
             **arithmetic.small_training(1000),
-            "eval": {"lengths": (16, 32, 64), "max_examples": 1024, "batch_size": 256},
+            "eval": {
+                "lengths": (16, 32, 64),
+                "max_examples": 1024,
+                "batch_size": 256,
+                "budget_examples": 0,
+            },
         }
     )

@@ -121,7 +121,12 @@ def _small(model: str) -> ConfigDict:
                 "schedule": "cosine",
                 "clip_norm": 1.0,
             },
-            "eval": {"lengths": (64,), "max_examples": 256, "batch_size": 64},
+            "eval": {
+                "lengths": (64,),
+                "max_examples": 256,
+                "batch_size": 64,
+                "budget_examples": 0,
+            },
             "checkpoint": {"every": 400, "keep": 1},
         }
     )
