@@ -5,7 +5,7 @@ import pytest
 
 import fpr
 from experiments import config as configs
-from experiments.configs import state_tracking, word_problem
+from experiments.configs import bases, state_tracking, word_problem
 from experiments.errors import UserError
 from experiments.tasks import groups
 
@@ -18,6 +18,7 @@ WORD_PROBLEM = [
     "fp_mamba_small_a4_gamma",
 ]
 FILES = {
+    "bases.py": bases.VARIANTS,
     "quickstart.py": [""],
     "state_tracking.py": state_tracking.VARIANTS,
     "word_problem.py": WORD_PROBLEM,
@@ -41,7 +42,7 @@ def test_paper_sizes(variant, parameters):
     assert sum(a.size for a in jax.tree.leaves(shapes)) == parameters
 
 
-@pytest.mark.parametrize("module", [state_tracking, word_problem])
+@pytest.mark.parametrize("module", [bases, state_tracking, word_problem])
 def test_unknown_variant(module):
     with pytest.raises(UserError, match="unknown variant 'nope'; valid: "):
         module.get_config("nope")
