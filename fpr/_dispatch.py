@@ -85,11 +85,12 @@ def _gpu_kernels(asked: bool) -> bool:
 
 
 def _on_tpu(*args, fn, **_):
-    return fn(*args)
+    with jax.enable_x64(False):  # the indices inside a kernel are 32 bits wide
+        return fn(*args)
 
 
 def _on_gpu(*args, fn, fallback, asked, **_):
-    return fn(*args) if _gpu_kernels(asked) else tuple(fallback(*args))
+    return _on_tpu(*args, fn=fn) if _gpu_kernels(asked) else tuple(fallback(*args))
 
 
 for _platform, _chosen in (("tpu", _on_tpu), ("cuda", _on_gpu)):
@@ -139,17 +140,17 @@ def dispatch(
         return xla(*args)
     named, asked = {"tpu": "tpu", "cuda": "gpu"}, backend == "pallas"
     kernels = {name: _kernel(pallas, xla, outs, named[name], asked) for name in platforms}
-    typed = args[0].dtype.name in KERNEL_TYPES
+    others = [x.dtype.name for x in args if x.dtype.name not in KERNEL_TYPES]
     if backend == "pallas":
-        if not typed:
+        if others:
             raise ValueError(
-                f"backend='pallas' takes {', '.join(KERNEL_TYPES)}, not {args[0].dtype}; "
+                f"backend='pallas' takes {', '.join(KERNEL_TYPES)}, not {others[0]}; "
                 "use backend='auto', 'xla' or 'sequential'"
             )
         return lax.platform_dependent(*args, **kernels)
-    # Inside shard_map a kernel would have to declare how its results differ over the mesh axes, and
-    # under x64 its indices would need their types spelled out; those of kernels_pallas do neither.
-    if not typed or any(map(_manual_axes, args)) or jax.config.read("jax_enable_x64"):
+    # Inside shard_map a kernel would have to declare how its results differ over the mesh axes;
+    # those of kernels_pallas do not.
+    if others or any(map(_manual_axes, args)):
         kernels = {}
     return lax.platform_dependent(*args, cpu=sequential, default=xla, **kernels)
 

@@ -123,8 +123,8 @@ def _kernel(*refs, dims, rank: int, tile: int, stages: int, mode: str, interpret
         if not aggregate:
             values = _load(terms[0], interpret)
             at_rows = pl.ds(i * tile * quantities, tile * quantities)
-            for out, reduce in zip(outs, (jnp.sum, jnp.max)):
-                out[column, b, at_rows] = reduce(values, axis=1)
+            outs[0][column, b, at_rows] = jnp.sum(values, axis=1)
+            outs[1][column, b, at_rows] = jnp.max(values, axis=1)
             plgpu.commit_smem()
         return carry
 

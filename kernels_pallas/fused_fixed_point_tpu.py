@@ -21,15 +21,14 @@ BLOCK_BYTES = 8 * 2**20  # of VMEM for the blocks with channels, double buffers 
 VMEM_BYTES = 64 * 2**20  # what wide channels may take: a block has at least 128 steps
 
 
-def _kernel(*refs, time: int, rows: int, rank: int, keep: bool):
+def _kernel(*refs, time: int, rows: int, rank: int):
     """All channels of one sequence, chunk after chunk of time.
 
     Reads λ, Bx, ū, weights (of the iterate, then of its change), masses (the same) and h0; writes
-    ū·(Bx - h), the residual and, if `keep`, h.
+    ū·(Bx - h), the residual and, where there is a place for it, h.
     """
     decay_ref, bx_ref, unit_ref, weight_ref, mass_ref, h0_ref, along_ref, residual_ref, *rest = refs
-    h_ref = rest.pop(0) if keep else None
-    state_ref, change_ref, weight_t, along_t = rest
+    h_refs, (state_ref, change_ref, weight_t, along_t) = rest[:-4], rest[-4:]
     step = pl.program_id(1)
     block_t = bx_ref.shape[1]
     mass = [mass_ref[:, :, k : k + 1] for k in range(2)]
@@ -70,8 +69,8 @@ def _kernel(*refs, time: int, rows: int, rank: int, keep: bool):
             for k, v in enumerate(tiles):
                 out[k].append(v)
         h, change = (v[0] if len(v) == 1 else jnp.concatenate(v, axis=1) for v in out)
-        if keep:
-            h_ref[:, at, :] = h.astype(h_ref.dtype)
+        for ref in h_refs:  # one, if h is kept
+            ref[:, at, :] = h.astype(ref.dtype)
         # Past the end this may be anything: the caller cuts it off.
         for j, unit in enumerate(units):
             along = jnp.sum(unit * (bx - h), axis=-1, keepdims=True)
@@ -121,7 +120,7 @@ def forward(decay, bx, units, weights, mass, h0, keep, chunk, interpret):
         return pl.BlockSpec((1, 1, width), lambda b, c: (b, 0, 0))
 
     along, residual, *h = pl.pallas_call(
-        functools.partial(_kernel, time=time, rows=rows, rank=rank, keep=keep),
+        functools.partial(_kernel, time=time, rows=rows, rank=rank),
         grid=(batch, chunks),
         in_specs=[
             per_time,

@@ -1,7 +1,9 @@
 """Selective scan on GPU (Mosaic GPU): one channel a thread, its N states in registers.
 
 B and C of a tile of time come through shared memory as scalars. The gradient recomputes the states
-of a tile from the one that entered it; its sums over channels are taken 128 rows at a time.
+of a tile from the one that entered it; its sums over channels are taken 128 rows at a time. Where
+sequences and channels leave multiprocessors idle, spans of time run side by side: a pass of its own
+finds the state (or its cotangent) that enters each.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas import common
+from kernels_pallas import common, linear_scan_gpu
 
 LANES = 128  # threads of one warpgroup; one channel each
 GROUP = 8  # time steps whose rows are loaded together
@@ -190,6 +192,43 @@ def _backward_kernel(*refs, time, columns, n, gated, interpret):
     dd_ref[b, at_d] = dd
 
 
+def _summary_kernel(*refs, time, columns, n, gated, adjoint):
+    """What leaves a span of time that zero enters.
+
+    delta, u, A log2(e), B, zeros -> the last state, or, against time,
+    delta, dy, [z], A log2(e), C, zeros -> the cotangent of the state before the first step.
+    """
+    streams, rest = refs[: 2 + gated], refs[2 + gated :]
+    a_ref, map_ref, zero_ref, out_ref, copy = rest
+    b, _, at_d = _place(columns)
+    tile = _tile(n)
+    rates = [a_ref[k, at_d] for k in range(n)]
+    order = list(reversed(range(GROUP))) if adjoint else list(range(GROUP))
+
+    def one_tile(i, state):
+        t0 = ((time // tile - 1 - i) if adjoint else i) * tile
+        _fill((map_ref,), (copy,), b, pl.ds(t0, tile))
+
+        def group(j, state):
+            first = ((tile // GROUP - 1 - j) if adjoint else j) * GROUP
+            loaded = [[ref[b, t0 + first + k, at_d] for ref in streams] for k in range(GROUP)]
+            for k in order:
+                dt, v, *z = (x.astype(jnp.float32) for x in loaded[k])
+                if adjoint:
+                    v = v * z[0] / (1 + jnp.exp2(-LOG2_E * z[0])) if gated else v
+                    added = [g + copy[first + k, m] * v for m, g in enumerate(state)]
+                    state = [jnp.exp2(dt * a) * g for a, g in zip(rates, added)]
+                else:
+                    state = _advance(state, v, dt, rates, copy, first + k)
+            return state
+
+        return lax.fori_loop(0, tile // GROUP, group, state)
+
+    state = [zero_ref[b, k, at_d] for k in range(n)]
+    for k, value in enumerate(lax.fori_loop(0, time // tile, one_tile, state)):
+        out_ref[b, k, at_d] = value
+
+
 class _Layout:
     """Sizes and padding shared by both passes."""
 
@@ -249,14 +288,8 @@ def _kernel(body, at, out_type, scratch, name, interpret):
     )
 
 
-def forward(u, delta, a, b, c, d, z, h0, *, interpret=False):
-    """y (B, T, D), the last state (B, N, D) and the states that enter each tile of time.
-
-    Args:
-      u, delta, z: (B, T, D); z may be None.
-      a: float32 (N, D). b, c: (B, T, N). d: float32 (D,). h0: float32 (B, N, D).
-      interpret: parameters of the Mosaic GPU interpreter, or False.
-    """
+def _forward(u, delta, a, b, c, d, z, h0, interpret):
+    """`forward` in one span of time."""
     at, gated = _Layout(u, a.shape[0]), z is not None
     streams = [at.stream(v) for v in (u, delta, *([z] if gated else []))]
     state = _f32(at.batch, at.n, at.wide)
@@ -272,8 +305,8 @@ def forward(u, delta, a, b, c, d, z, h0, *, interpret=False):
     return y[:, : at.time, : at.dim], at.cut(last), at.cut(start)
 
 
-def backward(u, delta, a, b, c, d, z, start, dy, dlast, *, interpret=False):
-    """Cotangents of u, delta, a, b, c, d, z, h0; `start` as saved by `forward`."""
+def _backward(u, delta, a, b, c, d, z, start, dy, dlast, interpret):
+    """`backward` in one span of time."""
     at, gated = _Layout(u, a.shape[0]), z is not None
     inputs = (u, delta, *([z] if gated else []))
     streams = [at.stream(v) for v in inputs]
@@ -306,3 +339,88 @@ def backward(u, delta, a, b, c, d, z, start, dy, dlast, *, interpret=False):
         du, ddelta, at.cut(da).sum(0), *small, dd.sum(0)[: at.dim], dz[0] if gated else None,
         at.cut(dh0),
     )  # fmt: skip
+
+
+def _spans(shape: tuple[int, ...], n: int) -> int:
+    """How many spans of time run side by side for (B, T, D): 1 if B and D fill the chip."""
+    batch, time, dim = shape
+    tiles = common.cdiv(time, _tile(n))
+    blocks = batch * common.cdiv(dim, LANES)
+    wanted = min(linear_scan_gpu.FILL // blocks, time // linear_scan_gpu.MIN_SPAN)
+    if wanted < 4:  # the pass that finds the entering states takes most of what is won
+        return 1
+    return max(k for k in range(1, wanted + 1) if tiles % k == 0)
+
+
+class _Cut:
+    """A sequence as spans of time, whole tiles each, in the place of sequences."""
+
+    def __init__(self, u, delta, a):
+        self.batch, self.time, dim = u.shape
+        self.spans = _spans(u.shape, a.shape[0])
+        self.long = common.round_up(self.time, _tile(a.shape[0]))
+        self.a, self.delta = a, self.rows(delta)
+        total = self.delta.astype(jnp.float32).sum(1).reshape(self.batch, self.spans, 1, dim)
+        self.factor = jnp.exp(total * a)  # by which a state shrinks over each span
+
+    def rows(self, v):
+        """(B, T, .) as (B spans, T / spans, .); steps added at the end are zero."""
+        if v is None:
+            return None
+        v = jnp.pad(v, [(0, 0), (0, self.long - self.time), (0, 0)])
+        return v.reshape(self.batch * self.spans, -1, v.shape[-1])
+
+    def whole(self, v):
+        """The inverse of `rows`."""
+        return v.reshape(self.batch, self.long, -1)[:, : self.time]
+
+    def entering(self, streams, maps, first, adjoint, interpret):
+        """The state, or its cotangent, that enters each span, (B spans, N, D)."""
+        at = _Layout(self.delta, self.a.shape[0])
+        zero = jnp.zeros((at.batch, at.n, at.wide), jnp.float32)
+        inputs = [at.stream(v) for v in (self.delta, *streams)]
+        body = functools.partial(
+            _summary_kernel, time=at.long, columns=at.columns, n=at.n, gated=len(inputs) > 2,
+            adjoint=adjoint,
+        )  # fmt: skip
+        name = f"selective_scan_{'adjoint_' if adjoint else ''}summary"
+        out = _kernel(body, at, _f32(*zero.shape), at.copies[:1], name, interpret)(
+            *inputs, at.state(self.a * LOG2_E), at.small(maps), zero
+        )
+        left = at.cut(out).reshape(self.factor.shape)
+        entering = linear_scan_gpu.chain(self.factor, left, first, adjoint)
+        return entering.reshape(-1, *first.shape[1:])
+
+
+def forward(u, delta, a, b, c, d, z, h0, *, interpret=False):
+    """y (B, T, D), the last state (B, N, D) and the states that enter each tile of time.
+
+    Args:
+      u, delta, z: (B, T, D); z may be None.
+      a: float32 (N, D). b, c: (B, T, N). d: float32 (D,). h0: float32 (B, N, D).
+      interpret: parameters of the Mosaic GPU interpreter, or False.
+    """
+    if _spans(u.shape, a.shape[0]) == 1:
+        return _forward(u, delta, a, b, c, d, z, h0, interpret)
+    cut = _Cut(u, delta, a)
+    u, b, c, z = map(cut.rows, (u, b, c, z))
+    h0 = cut.entering((u,), b, h0, False, interpret)
+    y, last, start = _forward(u, cut.delta, a, b, c, d, z, h0, interpret)
+    last = last.reshape(cut.factor.shape)[:, -1]
+    return cut.whole(y), last, start.reshape(cut.batch, -1, *start.shape[2:])
+
+
+def backward(u, delta, a, b, c, d, z, start, dy, dlast, *, interpret=False):
+    """Cotangents of u, delta, a, b, c, d, z, h0; `start` as saved by `forward`."""
+    if _spans(u.shape, a.shape[0]) == 1:
+        return _backward(u, delta, a, b, c, d, z, start, dy, dlast, interpret)
+    cut = _Cut(u, delta, a)
+    u, b, c, z, dy = map(cut.rows, (u, b, c, z, dy))
+    dlast = cut.entering((dy,) if z is None else (dy, z), c, dlast, True, interpret)
+    start = start.reshape(cut.batch * cut.spans, -1, *start.shape[2:])
+    du, ddelta, da, db, dc, dd, dz, dh0 = _backward(
+        u, cut.delta, a, b, c, d, z, start, dy, dlast, interpret
+    )
+    du, ddelta, db, dc = map(cut.whole, (du, ddelta, db, dc))
+    dz = None if dz is None else cut.whole(dz)
+    return du, ddelta, da, db, dc, dd, dz, dh0.reshape(cut.factor.shape)[:, 0]

@@ -52,3 +52,15 @@ def test_by_default_gpus_take_the_xla_form_and_the_log_says_so_once(caplog, fres
             assert checks.kernel_calls(lower(reverse=reverse)) == 0
     assert sum("XLA forms on GPU" in r.message for r in caplog.records) == 1
     assert checks.kernel_calls(lower(backend="pallas")) > 0
+
+
+@pytest.mark.parametrize(("platform", "backend"), [("tpu", "auto"), ("cuda", "pallas")])
+def test_kernels_lower_under_x64(platform, backend):
+    """With gradient; float64 arrays keep to the XLA form."""
+    loss = lambda a, x: (linear_scan(a, x, backend=backend)[0] ** 2).sum()  # noqa: E731
+    with jax.enable_x64(True):
+        text = checks.lower(jax.grad(loss, (0, 1)), platform, WIDE, WIDE)
+        assert checks.kernel_calls(text) >= 2
+        wide = jax.ShapeDtypeStruct(WIDE.shape, jnp.float64)
+        text = checks.lower(lambda a, x: linear_scan(a, x)[0], platform, wide, wide)
+        assert checks.kernel_calls(text) == 0

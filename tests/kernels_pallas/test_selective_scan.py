@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas import selective_scan
+from kernels_pallas import selective_scan, selective_scan_gpu
 from tests.kernels_pallas import checks
 from tests.reference import kernels as reference
 
@@ -132,16 +132,31 @@ def test_gpu_gradient(shape):
     check(inputs(shape), checks.gpu_interpreter(), 1e-5, platform="gpu")
 
 
+@pytest.mark.slow
+def test_gpu_spans_of_time(monkeypatch):
+    """A ragged length in two spans, with gate, initial state and gradient."""
+    monkeypatch.setattr(selective_scan_gpu, "_spans", lambda *_: 2)
+    check(inputs((1, 40, 2, 2)), checks.gpu_interpreter(), 1e-5, platform="gpu")
+
+
+def test_gpu_spans_only_where_the_chip_is_not_full():
+    assert selective_scan_gpu._spans((8, 4096, 2048), 16) == 1
+    assert selective_scan_gpu._spans((1, 4096, 2048), 16) == 8
+    assert selective_scan_gpu._spans((1, 64, 128), 16) == 1
+
+
 @pytest.mark.parametrize("gradient", [False, True])
-def test_lowers_for_gpu(gradient):
-    """Also finds shared memory that would not fit; most states take most of it."""
-    btd, btn = checks.struct(8, 4096, 2048, dtype=jnp.bfloat16), checks.struct(8, 4096, 32)
+@pytest.mark.parametrize("batch", [8, 1])
+def test_lowers_for_gpu(batch, gradient):
+    """Also finds shared memory that would not fit; one sequence is cut into spans of time."""
+    wide, maps = (batch, 4096, 2048), (batch, 4096, 32)
+    btd, btn = checks.struct(*wide, dtype=jnp.bfloat16), checks.struct(*maps)
     shapes = (btd, btd, checks.struct(2048, 32), btn, btn)
     run = functools.partial(selective_scan, platform="gpu")
     loss = lambda *a: run(*a)[0].astype(jnp.float32).sum()  # noqa: E731
     text = checks.lower(jax.grad(loss, tuple(range(5))) if gradient else run, "cuda", *shapes)
-    assert checks.kernel_calls(text) == 1 + gradient
-    assert "tensor<8x4096x2048x32x" not in text
+    assert checks.kernel_calls(text) == (1 + gradient) * (2 if batch == 1 else 1)
+    assert f"tensor<{batch}x4096x2048x32x" not in text
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
