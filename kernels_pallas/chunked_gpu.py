@@ -153,10 +153,8 @@ def _forward_kernel(*refs, shape: Shape, slots: int, save: bool, interpret):
                     to = ref.at[shape.saved(head, c, i), part(k), part(v)]
                     plgpu.copy_smem_to_gmem(tile, to)
         between, start, end = decays(unit, unit.across(decay_ref, head, part(c)), later)
-        fresh = unit.value(u)
         if corrected:
-            fresh = fresh - unit.product(*zip(w[0], held))
-            unit.stage(u.parts, fresh)
+            unit.stage(u.parts, unit.value(u) - unit.product(*zip(w[0], held)))
             for ref in new_ref:
                 for i, tile in enumerate(u.parts):
                     to = ref.at[i * shape.batch + b, part(c), h, part(v)]
@@ -166,7 +164,7 @@ def _forward_kernel(*refs, shape: Shape, slots: int, save: bool, interpret):
         y_ref[b, part(c), h, part(v)] = y.astype(y_ref.dtype)
         if save:  # the copies have read what the next lines overwrite
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        leaving = unit.stage(u.parts, scaled(end, fresh))
+        leaving = unit.stage(u.parts, scaled(end, unit.value(u)))
         whole = whole_ref[head, c]
         state = [whole * s + unit.product((x.T, leaving)) for s, x in zip(state, keys)]
         for k in range(n):
@@ -224,7 +222,6 @@ def _backward_kernel(*refs, shape: Shape, slots: int, interpret):
         q, keys, (u,), (dy,) = loader.ready(slot)
         between, start, end = decays(unit, unit.across(decay_ref, head, part(c)), later)
         whole = whole_ref[head, c]
-        used, dout = unit.value(u), unit.value(dy)
 
         def entering(k):
             return bring(near, start_ref, lambda i: (shape.saved(head, c, i), part(k), part(v)))
@@ -234,14 +231,16 @@ def _backward_kernel(*refs, shape: Shape, slots: int, interpret):
         dm = unit.product((dy, u.T))
         du = unit.product((m.T, dy))
         # Both use the rounded weights, so that their sums over steps cancel where they must.
-        pull = row_sums(dm * unit.value(m)) - row_sums(used * du)
+        pull = row_sums(dm * unit.value(m)) - row_sums(unit.value(u) * du)
         dm = unit.stage(weights, dm * between)
-        dy = unit.stage(dy.parts, scaled(start, dout))
-        from_end, hold, new = jnp.zeros_like(dout), jnp.zeros_like(pull), []
+        dy = unit.stage(dy.parts, scaled(start, unit.value(dy)))
+        push, hold, new = jnp.zeros_like(pull), jnp.zeros_like(pull), []
         for k in range(n):
             at = b, part(c), h, part(k)
             held, ds = entering(k), unit.stage(cotangent, dstate[k])
-            from_end = from_end + unit.product((keys[k], ds))
+            from_end = scaled(end, unit.product((keys[k], ds)))
+            push = push + row_sums(unit.value(u) * from_end)
+            du = du + from_end
             dkeys = unit.product((dm.T, q[k])) + scaled(end, unit.product((u, ds.T)))
             dk_ref[(v, *at)] = dkeys
             back = unit.product((dy, held.T))
@@ -249,11 +248,9 @@ def _backward_kernel(*refs, shape: Shape, slots: int, interpret):
             dq_ref[(v, *at)] = back + unit.product((dm, keys[k]))
             hold = hold + row_sums(dstate[k] * unit.value(held))
             new.append(whole * dstate[k] + unit.product((q[k].T, dy)))
-        from_end = scaled(end, from_end)
-        du = du + from_end
         du_ref[b, part(c), h, part(v)] = du.astype(du_ref.dtype)
         pull_ref[block, part(c)] = pull
-        push_ref[block, part(c)] = row_sums(used * from_end)
+        push_ref[block, part(c)] = push
         hold_ref[block, part(c)] = whole * hold
         if corrected:
             g = unit.stage(weights, du)
