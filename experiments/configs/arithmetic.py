@@ -4,6 +4,11 @@
 
 Variants are SIZE_TASK_MODEL. Tasks: brackets, plain. Models: transformer, mlstm, slstm, mamba,
 deltanet, gated_deltaproduct, fp_mamba (Householder, r=4).
+  paper: two layers of width 128, 100,000 steps of 256 expressions of up to 40 tokens, tested to
+    256. Needs an accelerator; not run here. At most 20 iterations: the paper finds no gain beyond.
+    Paper, scaled accuracy with brackets: transformer .025, mlstm .034, slstm .173, mamba .136,
+    deltanet .200, gated_deltaproduct .342, fp_mamba .384.
+  small: two layers of width 64, up to 16 tokens, for a CPU. Not run yet.
 """
 
 from __future__ import annotations

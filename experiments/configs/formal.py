@@ -4,6 +4,13 @@
 
 Variants are LANGUAGE_MODEL, with the models of experiments/configs/arithmetic.py, one layer each.
 Trained on lengths 3 to 16.
+
+Measured on one core of a shared AMD EPYC, busy with other work, seed 0, accuracy at lengths 16, 32
+and 64 (chance 0.5):
+  parity_fp_mamba (47,576 parameters, 69 s of training): 0.996, 0.996, 0.858, with 25, 44 and 50
+    median iterations; at 64 one solve in eight met the cap of 200.
+  parity_mamba (10,240 parameters, 10 s): 0.514, 0.485, 0.508.
+The other variants have not been run.
 """
 
 from __future__ import annotations

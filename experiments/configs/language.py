@@ -10,7 +10,10 @@ and 2, its gate inside the loop).
     number of steps is ours, 2.6 billion tokens. Paper: fp_h2 below fp_h1 below mamba in
     perplexity, fewer than 10 iterations per layer.
   small_*: two layers of width 64 on the bytes of a text file, for a CPU. Without a path it reads
-    the reference texts that come with every Python (pydoc_data/topics.py).
+    the reference texts that come with every Python (pydoc_data/topics.py). Measured on one core of
+    a shared AMD EPYC, busy with other work, seed 0, with the texts of Python 3.11: small_fp_h1
+    (163,172 parameters, 224 s of training) has a perplexity of 2.61 a byte (uniform: 256), with
+    6.5 and 9.9 iterations in its two layers. The other two have not been run.
 """
 
 from __future__ import annotations
