@@ -79,6 +79,23 @@ def test_corners(long_chunk, beta, spread):
     assert all(np.isfinite(g).all() for g in grads.values())
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+def test_corners_in_half_precision(dtype):
+    """The same corners with half-precision inputs, whose keys are not quite of length 1."""
+    run = jax.jit(functools.partial(delta_rule, chunk=128))
+    for beta in (0.0, 1.0, 2.0):
+        for spread in (0.0, 0.02):
+            v = inputs(128, batch=1, size=8)
+            k = v["k"][:, :1] + spread * np.random.default_rng(1).normal(size=v["k"].shape)
+            v["k"] = k / np.linalg.norm(k, axis=-1, keepdims=True)
+            v["beta"] = np.full_like(v["beta"], beta)
+            v["log_decay"] = np.zeros_like(v["log_decay"])
+            half = {name: jnp.asarray(x, dtype) for name, x in v.items()}
+            expected = reference.delta_rule(**{n: np.float64(x) for n, x in half.items()})
+            for mine, theirs, tolerance in zip(run(**half), expected, (1e-2, 5e-5)):
+                close(mine, theirs, tolerance)
+
+
 def test_gates_near_zero(long_chunk):
     """Decays of exp(-8000) and exactly 0 beside weak ones, over a long chunk."""
     v = inputs(256, batch=1, size=8)

@@ -76,12 +76,19 @@ def contracting(config):
     return jax.tree_util.tree_map_with_path(small, params)
 
 
+@functools.cache
+def parallel(name):
+    """Parameters of a config, and its parallel forward of (2, T) tokens, compiled."""
+    apply = jax.jit(functools.partial(fpr.apply, CONFIGS[name], solver=SOLVER))
+    return contracting(CONFIGS[name]), apply
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_sequential_equals_parallel(name):
     """At once, token by token and in pieces that no chunk length divides: the same logits."""
     config = CONFIGS[name]
-    params = contracting(config)
-    whole = jax.jit(functools.partial(fpr.apply, config, solver=SOLVER))(params, {"tokens": TOKENS})
+    params, apply = parallel(name)
+    whole = apply(params, {"tokens": TOKENS})
     assert whole.converged.all()
     read = jax.jit(functools.partial(fpr.prefill, config, solver=SOLVER))
     ways = {
@@ -98,6 +105,17 @@ def test_sequential_equals_parallel(name):
         np.testing.assert_allclose(
             jnp.concatenate(logits, axis=1), whole.logits, atol=2e-5, err_msg=way
         )
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_padding_at_the_end_changes_nothing(name):
+    """Mixed lengths in one batch: neither the padded row nor its neighbour changes."""
+    params, apply = parallel(name)
+    whole = apply(params, {"tokens": TOKENS}).logits
+    mixed = apply(params, {"tokens": TOKENS.at[1, PIECE:].set(0)}).logits
+    np.testing.assert_allclose(mixed[0], whole[0], atol=1e-6)
+    np.testing.assert_allclose(mixed[1, :PIECE], whole[1, :PIECE], atol=2e-5)
+    assert np.abs(mixed[1, PIECE:] - whole[1, PIECE:]).max() > 1e-3
 
 
 @pytest.mark.parametrize("name", CONFIGS)

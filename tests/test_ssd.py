@@ -106,6 +106,17 @@ def test_splitting_bfloat16_and_second_derivatives():
     close(second(v["x"], "auto"), second(v["x"], "sequential"), 1e-5)
 
 
+def test_state_gradients_in_bfloat16():
+    """The state and its gradient are float32 inside, whatever the inputs' type."""
+    half = {k: jnp.asarray(x, jnp.bfloat16) for k, x in inputs(40).items()}
+    exact = {k: np.asarray(x, np.float32) for k, x in half.items()}
+    run = jax.jit(jax.grad(lambda v: sum(jnp.sum(out**2) for out in ssd(**v, chunk=16))))
+    narrow, wide = run(half), run(exact)
+    for name in NAMES:
+        assert narrow[name].dtype == jnp.bfloat16
+        close(narrow[name], wide[name], 2e-2)
+
+
 def test_padding_does_not_leak():
     """Steps with Δ = 0 after the end of a sequence leave its outputs and last state alone."""
     v = inputs(24)

@@ -27,7 +27,7 @@ class DeltaNetConfig(StackConfig):
 
     Attributes:
       num_heads: H.
-      head_dim: K, width of keys and queries; None is hidden_size / num_heads.
+      head_dim: K, width of keys and queries; 0 is hidden_size / num_heads.
       expand_v: width of values per width of keys.
       num_householder: delta-rule steps per token, each with keys, values and β of its own; 1 is
         DeltaNet, more is DeltaProduct.
@@ -41,7 +41,7 @@ class DeltaNetConfig(StackConfig):
     """
 
     num_heads: int = 4
-    head_dim: int | None = None
+    head_dim: int = 0
     expand_v: int = 1
     num_householder: int = 1
     decay: bool = False
@@ -55,8 +55,8 @@ class DeltaNetConfig(StackConfig):
         super().__post_init__()
         for name in ("num_heads", "expand_v", "num_householder", "conv_kernel", "chunk_size"):
             self.require(name, getattr(self, name) >= 1, "a whole number >= 1")
-        self.require("head_dim", self.head_dim is None or self.head_dim >= 1, "None or >= 1")
-        if self.head_dim is None:
+        self.require("head_dim", self.head_dim >= 0, "a whole number >= 0")
+        if not self.head_dim:
             fits = self.hidden_size % self.num_heads == 0
             self.require("num_heads", fits, f"a divisor of hidden_size={self.hidden_size}")
 

@@ -73,23 +73,23 @@ class FPMambaConfig(SelectiveConfig):
     """Options of FP-Mamba-1: those of `SelectiveConfig`, and
 
     Attributes:
-      dt_rank: rank of the step-size projection; None is ceil(hidden_size / 16).
+      dt_rank: rank of the step-size projection; 0 is ceil(hidden_size / 16).
       decay: "mamba" is exp(Δ A) with Δ a softplus; "v1" is exp(-8 softplus(ω) Δ) with Δ a sigmoid
         whose input weights start at 0.
     """
 
-    dt_rank: int | None = None
+    dt_rank: int = 0
     decay: str = "mamba"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("dt_rank", self.dt_rank is None or self.dt_rank >= 1, "None or >= 1")
+        self.require("dt_rank", self.dt_rank >= 0, "a whole number >= 0")
         self.require_choice("decay", ("mamba", "v1"))
 
     @property
     def step_rank(self) -> int:
         """Rank of the step-size projection."""
-        return -(-self.hidden_size // 16) if self.dt_rank is None else self.dt_rank
+        return self.dt_rank or -(-self.hidden_size // 16)
 
 
 def inverse_softplus(y: jax.Array) -> jax.Array:

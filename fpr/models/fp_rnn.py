@@ -33,7 +33,7 @@ class MixerConfig(StackConfig):
       mixer_arg: what generates Q: "concat" is [x, shift(y)], "symmetric" x + shift(y), "x" has no
         dependence on the iterate.
       act: activation of the mixer's generated vectors.
-      proj_rank: width of a low-rank generator, or None.
+      proj_rank: width of a low-rank generator; 0 is one full map.
       spectral: divide Kronecker factors by their spectral norm.
       weight_norm: weight-normalised generators.
     """
@@ -44,7 +44,7 @@ class MixerConfig(StackConfig):
     mixer_scale: float = 2.0
     mixer_arg: str = "concat"
     act: str = "silu"
-    proj_rank: int | None = None
+    proj_rank: int = 0
     spectral: bool = False
     weight_norm: bool = True
 
@@ -69,8 +69,8 @@ class MixerConfig(StackConfig):
     def channel_mixer(self) -> ChannelMixer:
         """The mixer, its sizes checked."""
         options = MixerOptions(
-            self.mixer, self.mixer_rank, self.mixer_scale, self.act, self.proj_rank,
-            self.spectral, self.weight_norm,
+            self.mixer, self.mixer_rank, self.mixer_scale, self.act,
+            self.proj_rank or None, self.spectral, self.weight_norm,
         )  # fmt: skip
         d = self.inner_size
         return ChannelMixer(options, 2 * d if self.mixer_form == "concat" else d, d)

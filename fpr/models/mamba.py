@@ -27,14 +27,14 @@ class MambaConfig(StackConfig):
     Attributes:
       expand: channels inside the block per channel of the stream.
       state_size: N.
-      dt_rank: rank of the step-size projection; None is ceil(hidden_size / 16).
+      dt_rank: rank of the step-size projection; 0 is ceil(hidden_size / 16).
       conv: causal depthwise convolution with SiLU on x.
       conv_kernel: its taps.
     """
 
     expand: int = 2
     state_size: int = 16
-    dt_rank: int | None = None
+    dt_rank: int = 0
     conv: bool = True
     conv_kernel: int = 4
 
@@ -42,12 +42,12 @@ class MambaConfig(StackConfig):
         super().__post_init__()
         for name in ("expand", "state_size", "conv_kernel"):
             self.require(name, getattr(self, name) >= 1, "a whole number >= 1")
-        self.require("dt_rank", self.dt_rank is None or self.dt_rank >= 1, "None or >= 1")
+        self.require("dt_rank", self.dt_rank >= 0, "a whole number >= 0")
 
     @property
     def step_rank(self) -> int:
         """Rank of the step-size projection."""
-        return -(-self.hidden_size // 16) if self.dt_rank is None else self.dt_rank
+        return self.dt_rank or -(-self.hidden_size // 16)
 
 
 class MambaLayer(PlainBlock):

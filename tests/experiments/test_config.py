@@ -3,7 +3,9 @@ import json
 import pytest
 
 from experiments import config as configs
+from experiments import run
 from experiments.errors import UserError
+from fpr import registry
 from tests.experiments.conftest import TINY, tiny
 
 
@@ -138,6 +140,19 @@ def test_overrides_must_exist():
         configs.check_overrides(tiny(), ["train.step"])
     with pytest.raises(UserError, match=r"'model\.solver' is a section"):
         configs.check_overrides(tiny(), ["model.solver"])
+
+
+def test_every_model_option_can_be_set_on_the_command_line():
+    """A default of None would have no type to parse a value with."""
+    for name in registry.MODELS:
+        defaults = configs._model_defaults(name)
+        assert None not in defaults.values(), name
+    model = {"name": "fp_mamba", "vocab_size": 7, "seq_len": 4}
+    config = configs.complete({"model": model, "task": TINY["task"]})
+    flags = ["--config.model.proj_rank=4", "--config.model.hidden_dependence=('lambda','Q')"]
+    model = run.apply_overrides(config, flags)["model"]
+    assert model["proj_rank"] == 4
+    assert model["hidden_dependence"] == ("lambda", "Q")
 
 
 def test_differences_survive_json_and_name_what_may_change():

@@ -62,7 +62,7 @@ def test_parameter_counts():
         ({"num_heads": 3}, "num_heads=3, allowed: a divisor of hidden_size=8"),
         ({"num_householder": 0}, "num_householder=0, allowed: a whole number >= 1"),
         ({"expand_v": 0}, "expand_v=0, allowed: a whole number >= 1"),
-        ({"head_dim": 0}, "head_dim=0, allowed: None or >= 1"),
+        ({"head_dim": -1}, "head_dim=-1, allowed: a whole number >= 0"),
         ({"chunk_size": 0}, "chunk_size=0, allowed: a whole number >= 1"),
         ({"conv_kernel": 0}, "conv_kernel=0, allowed: a whole number >= 1"),
         (

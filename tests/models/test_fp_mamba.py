@@ -164,8 +164,9 @@ def test_gradient_reaches_every_parameter(model) -> None:
         ({"mixer_arg": "x"}, "take 'Q' out of"),
         ({"decay": "mamba1"}, "did you mean 'mamba'"),
         ({"state_size": 0}, "model.state_size=0"),
-        ({"dt_rank": 0}, "model.dt_rank=0"),
+        ({"dt_rank": -1}, "model.dt_rank=-1"),
         ({"conv_kernel": 0}, "model.conv_kernel=0"),
+        ({"proj_rank": -1}, "at least 1, got -1"),
         ({"state_sizes": 4}, "did you mean 'state_size'"),
     ],
 )

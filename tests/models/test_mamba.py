@@ -61,7 +61,7 @@ def test_initial_values_and_parameter_count():
         ({"expand": 0}, "expand=0, allowed: a whole number >= 1"),
         ({"state_size": 0}, "state_size=0, allowed: a whole number >= 1"),
         ({"conv_kernel": 0}, "conv_kernel=0, allowed: a whole number >= 1"),
-        ({"dt_rank": 0}, "dt_rank=0, allowed: None or >= 1"),
+        ({"dt_rank": -1}, "dt_rank=-1, allowed: a whole number >= 0"),
         ({"states": 3}, "unknown key 'states'"),
     ],
 )

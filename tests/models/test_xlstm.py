@@ -101,6 +101,23 @@ def test_gradient_of_the_gates_against_finite_differences():
         np.testing.assert_allclose(np.sum(grads[which] * direction), expected, rtol=2e-3, atol=2e-3)
 
 
+def test_state_gradients_in_bfloat16():
+    """The memory and its gradient are float32 whatever the inputs' type."""
+    half = [jnp.asarray(a, jnp.bfloat16) for a in inputs(6)]
+    _, state = run(*half, chunk_size=4)
+
+    @jax.jit
+    def grad(arrays):
+        return jax.grad(lambda s: jnp.sum(mlstm(*arrays, s, chunk_size=4)[0] ** 2))(state)
+
+    narrow, wide = grad(half), grad([a.astype(jnp.float32) for a in half])
+    for name in ("c", "n"):
+        a, b = getattr(narrow, name), getattr(wide, name)
+        assert a.dtype == jnp.float32
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        assert np.abs(b).max() > 1e-3
+
+
 def test_segment_sums_do_not_cancel():
     """A shut gate at the start leaves the sums after it exact."""
     x = jnp.array([-3e4, 1e-3, 2e-3, 3e-3])
@@ -117,8 +134,8 @@ def test_slstm_equals_recurrence():
     for sample in range(2):
         expected = reference.slstm(gates[sample], recurrent)
         np.testing.assert_allclose(h[sample], expected, atol=1e-5)
-    extreme = jnp.asarray(100.0 * gates)
-    value, grad = jax.jit(jax.value_and_grad(lambda g: jnp.sum(slstm(g, recurrent)[0] ** 2)))(extreme)
+    squares = jax.jit(jax.value_and_grad(lambda g: jnp.sum(slstm(g, recurrent)[0] ** 2)))
+    value, grad = squares(jnp.asarray(100.0 * gates))
     assert np.isfinite(value)
     assert np.isfinite(grad).all()
 
