@@ -92,7 +92,11 @@ def _restore(run: Run, changed: Mapping[str, tuple[Any, Any]]) -> TrainState:
 
 def override_name(overrides: Mapping[str, tuple[Any, Any]]) -> str:
     """A directory name for overrides: "solver.eval.decay=0.997,solver.eval.patience=10"."""
-    parts = (f"{k.removeprefix('model.')}={v[1]}" for k, v in sorted(overrides.items()))
+
+    def text(value: Any) -> str:
+        return "+".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+
+    parts = (f"{k.removeprefix('model.')}={text(v[1])}" for k, v in sorted(overrides.items()))
     name = re.sub(r"[^\w.=,+-]+", "_", ",".join(parts))
     if len(name) <= 120:
         return name

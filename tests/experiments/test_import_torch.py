@@ -273,3 +273,23 @@ def test_a_file_without_a_state_dict(tmp_path, monkeypatch, capsys):
     torch_zip.save(tmp_path / "x.pt", {"epoch": 3, "weights": [1, 2]}, monkeypatch)
     assert command(tmp_path / "x.pt", tmp_path / "run", "trm") == 2
     assert "has no state dict; it holds epoch, weights" in capsys.readouterr().err
+
+
+def test_an_imported_run_can_be_evaluated(tmp_path, fast_compile):
+    block = network() | {"conv.weight": random(D, 1, 3, 3)}
+    block |= {"alpha_1_param": random(D), "alpha_2_param": random(D)}
+    tensors = {k: v for k, v in ends(vocab=6).items() if k != "puzzle_emb.weights"}
+    tensors |= under("L_level.", block)
+    safetensors.save_file(under("model.inner.", tensors), tmp_path / "x.safetensors")
+    workdir = tmp_path / "run"
+    flags = ["--config.model.solver.eval.max_steps=4", "--config.eval.max_examples=4"]
+    cpu4 = f"--config={configs.CONFIG_DIR / 'sudoku.py'}:cpu4"
+    assert command(tmp_path / "x.safetensors", workdir, "fprm", cpu4, *flags) == 0
+    spec = [f"--config={workdir / 'config.py'}", f"--workdir={workdir}", "--mode=eval"]
+    assert run.main(["run", *spec]) == 0
+    result = json.loads((workdir / "result.json").read_text())
+    assert result["examples"] == {"16": 4}
+    assert result["data"]["eval"]["file"] == "sudoku4.csv.gz"
+    assert result["solver_steps_max"]["16"] <= 4
+    assert 0 <= result["blank_accuracy"]["16"] <= 1
+    assert result["budget"]["16"]["iterations"] == [1, 2, 3, 4]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from experiments import run
+from experiments.result import override_name
 from experiments.workdir import Workdir, read_metrics
 from tests.experiments.conftest import TINY, tiny
 
@@ -154,7 +155,7 @@ def test_train_then_evaluate_again(command, capsys, tmp_path):
     assert "eval.max_examples is now 3, was 6" in capsys.readouterr().out
     assert json.loads((path / "result.json").read_text()) == again
     assert json.loads((path / "config.json").read_text())["eval"]["max_examples"] == 6
-    folder = path / "evaluations" / "eval.lengths=_4_,eval.max_examples=3"
+    folder = path / "evaluations" / "eval.lengths=4,eval.max_examples=3"
     evaluated = json.loads((folder / "result.json").read_text())
     assert evaluated["examples"] == {"4": 3}
     assert evaluated["step"] == trained["step"] == 2
@@ -174,6 +175,19 @@ def test_train_then_evaluate_again(command, capsys, tmp_path):
     assert max(evaluated["solver_steps_max"].values()) <= 3
     assert {p.name for p in folder.iterdir()} >= {"samples.npz", "budget.png", "halting.png"}
     assert json.loads((path / "result.json").read_text()) == again
+
+
+def test_names_of_evaluations():
+    overrides = {
+        "model.solver.eval.decay": (0.9, 0.997), "eval.lengths": ((4,), (8, 16)),
+        "task.path": ("", "/data/a b"),
+    }  # fmt: skip
+    name = override_name(overrides)
+    assert name == "eval.lengths=8+16,solver.eval.decay=0.997,task.path=_data_a_b"
+    long = {"task.path": ("", "x" * 300)}, {"task.path": ("", "x" * 300 + "y")}
+    names = [override_name(o) for o in long]
+    assert len({*names}) == 2
+    assert max(map(len, names)) < 120
 
 
 def test_sigterm_says_how_to_continue(config_file, tmp_path):
