@@ -64,3 +64,24 @@ def test_kernels_lower_under_x64(platform, backend):
         wide = jax.ShapeDtypeStruct(WIDE.shape, jnp.float64)
         text = checks.lower(lambda a, x: linear_scan(a, x)[0], platform, wide, wide)
         assert checks.kernel_calls(text) == 0
+
+
+@pytest.mark.parametrize(
+    ("platform", "backend", "check_vma"),
+    [("tpu", "auto", False), ("cuda", "pallas", False), ("tpu", "auto", True)],
+)
+def test_inside_shard_map(platform, backend, check_vma):
+    """Kernels, with gradient, but for `check_vma`, which they cannot answer: then the XLA form."""
+    mesh = jax.sharding.AbstractMesh((2,), ("data",))
+    split, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+
+    def loss(a, x):
+        run = jax.shard_map(
+            lambda a, x: linear_scan(a, x, backend=backend)[0], mesh=mesh,
+            in_specs=(whole, split), out_specs=split, check_vma=check_vma,
+        )  # fmt: skip
+        return (run(a, x) ** 2).sum()
+
+    half = jax.ShapeDtypeStruct((1, *WIDE.shape[1:]), WIDE.dtype)
+    text = checks.lower(jax.grad(loss, (0, 1)), platform, half, WIDE)
+    assert (checks.kernel_calls(text) >= 2) != check_vma
