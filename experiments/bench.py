@@ -1,276 +1,52 @@
-"""Benchmarks on the machine at hand: `python -m experiments.bench scan [--json FILE]`.
+"""Benchmarks on the machine at hand: `python -m experiments.bench scan|reasoner|models`.
 
-Competitors run in one process in alternating rounds, after warm-up; figures are medians.
+Competitors run in one process in alternating rounds, after warm-up; figures are medians. Each
+subcommand is a module with `add_options(parser)` and `run(args) -> figures`; `--output` writes the
+figures as JSON.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import dataclasses
 import json
-import shutil
-import statistics
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from experiments import bench_models, bench_reasoner, bench_scan
 
-import fpr.scan
-from experiments.memory import keep_freed_memory
-
-C_FLOOR = r"""
-void linear_scan(const float *restrict a, const float *restrict x, float *restrict h,
-                 long batch, long time, long dim) {
-  for (long b = 0; b < batch; b++, a += time * dim, x += time * dim, h += time * dim) {
-    for (long d = 0; d < dim; d++) h[d] = x[d];
-    for (long i = dim; i < time * dim; i++) h[i] = a[i] * h[i - dim] + x[i];
-  }
+# Subcommand -> (what it does, its module).
+COMMANDS: dict[str, tuple[str, Any]] = {
+    "scan": ("linear and selective scans on this machine", bench_scan),
+    "reasoner": ("FPRM's train step and inference at the paper's size", bench_reasoner),
+    "models": ("tokens per second and memory of every model", bench_models),
 }
-"""
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """One competitor: a call that returns when its result is there, and its temporary memory."""
-
-    run: Callable[[], Any]
-    temporaries: int | None = None
-
-
-def compiled(fn: Callable[..., Any], *args: Any) -> Entry:
-    """fn under jit at these arguments."""
-    program = jax.jit(fn).lower(*args).compile()
-    analysis = program.memory_analysis()
-    memory = None if analysis is None else int(analysis.temp_size_in_bytes)
-    return Entry(lambda: jax.block_until_ready(program(*args)), memory)
-
-
-def race(entries: Mapping[str, Entry], rounds: int) -> dict[str, dict[str, Any]]:
-    """Median and best milliseconds of each competitor over alternating rounds."""
-    times: dict[str, list[float]] = {name: [] for name in entries}
-    for number in range(rounds + 1):
-        for name, entry in entries.items():
-            start = time.perf_counter()
-            entry.run()
-            if number:
-                times[name].append(1e3 * (time.perf_counter() - start))
-    rows: dict[str, dict[str, Any]] = {}
-    for name, taken in times.items():
-        memory = entries[name].temporaries
-        rows[name] = {
-            "median_ms": statistics.median(taken),
-            "best_ms": min(taken),
-            "temporaries_mb": None if memory is None else memory / 1e6,
-        }
-    return rows
-
-
-def c_floor(a: np.ndarray, x: np.ndarray) -> Entry | None:
-    """One pass in C over the same arrays into warm memory, or None without a compiler."""
-    compiler = next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
-    if compiler is None:
-        return None
-    with tempfile.TemporaryDirectory() as folder:
-        source, library = Path(folder) / "floor.c", Path(folder) / "floor.so"
-        source.write_text(C_FLOOR)
-        flags = ["-O3", "-march=native", "-shared", "-fPIC"]
-        built = subprocess.run(
-            [compiler, *flags, "-o", str(library), str(source)], capture_output=True, check=False
-        )
-        if built.returncode:
-            return None
-        function = ctypes.CDLL(str(library)).linear_scan
-    out = np.zeros_like(x)
-    pointers = [v.ctypes.data_as(ctypes.c_void_p) for v in (a, x, out)]
-    sizes = [ctypes.c_long(n) for n in x.shape]
-    return Entry(lambda: (function(*pointers, *sizes), a, x, out))
-
-
-def associative(a: jax.Array, x: jax.Array) -> jax.Array:
-    """`jax.lax.associative_scan` used plainly: the form to beat."""
-
-    def combine(left, right):
-        return left[0] * right[0], right[0] * left[1] + right[1]
-
-    return lax.associative_scan(combine, (a, x), axis=1)[1]
-
-
-def materialised(u, delta, A, B, C):
-    """A selective scan that forms (B, T, D, N), as a plain program would."""
-    decay = jnp.exp(delta[..., None] * A)
-    x = (delta * u)[..., None] * B[:, :, None, :]
-    return jnp.einsum("btdn,btn->btd", associative(decay, x), C)
-
-
-def with_gradient(fn: Callable[..., jax.Array]) -> Callable[..., Any]:
-    """fn and the gradients of all its arguments, for a cotangent given last."""
-
-    def run(*args):
-        out, pull = jax.vjp(fn, *args[:-1])
-        return out, pull(args[-1])
-
-    return run
-
-
-def linear_entries(shape: Sequence[int]) -> dict[str, Entry]:
-    """Linear scans of one shape (B, T, D), float32."""
-    r = np.random.default_rng(0)
-    a = r.uniform(0.5, 1.0, shape).astype(np.float32)
-    x, cotangent = (r.normal(size=shape).astype(np.float32) for _ in range(2))
-    floor = c_floor(a, x)
-
-    def ours(a, x):
-        return fpr.scan.linear_scan(a, x)[0]
-
-    args, ct = (jnp.asarray(a), jnp.asarray(x)), jnp.asarray(cotangent)
-    difference = jnp.abs(jax.jit(ours)(*args) - jax.jit(associative)(*args)).max()
-    if not difference < 1e-3:
-        raise RuntimeError(f"the linear scans differ by {difference}")
-    # Donated: the result overwrites x, as it does inside a larger program.
-    step = jax.jit(ours, donate_argnums=1).lower(*args).compile()
-    state = [jnp.array(x)]
-
-    def donated() -> None:
-        state.append(step(args[0], state.pop()).block_until_ready())
-
-    entries = {
-        "fpr.linear_scan": compiled(ours, *args),
-        "fpr.linear_scan, x donated": Entry(donated),
-        "lax.associative_scan": compiled(associative, *args),
-        "fpr.linear_scan + gradient": compiled(with_gradient(ours), *args, ct),
-        "lax.associative_scan + gradient": compiled(with_gradient(associative), *args, ct),
-    }
-    return ({"one pass in C, warm output": floor} if floor else {}) | entries
-
-
-def selective_entries(shape: Sequence[int]) -> dict[str, Entry]:
-    """Selective scans of one shape (B, T, D, N), float32."""
-    batch, steps, dim, n = shape
-    r = np.random.default_rng(0)
-
-    def normal(*size: int) -> jax.Array:
-        return jnp.asarray(r.normal(size=size), jnp.float32)
-
-    long = (batch, steps, dim)
-    delta = jax.nn.softplus(normal(*long) - 2)
-    small = (normal(batch, steps, n), normal(batch, steps, n))
-    args = (normal(*long), delta, -jnp.exp(normal(dim, n)), *small)
-    ct = normal(*long)
-
-    def ours(*args):
-        return fpr.scan.selective_scan(*args)[0]
-
-    difference = jnp.abs(jax.jit(ours)(*args) - jax.jit(materialised)(*args)).max()
-    if not difference < 1e-3:
-        raise RuntimeError(f"the selective scans differ by {difference}")
-    return {
-        "fpr.selective_scan": compiled(ours, *args),
-        "materialised": compiled(materialised, *args),
-        "fpr.selective_scan + gradient": compiled(with_gradient(ours), *args, ct),
-        "materialised + gradient": compiled(with_gradient(materialised), *args, ct),
-    }
-
-
-# What each row is measured against: (row, reference row).
-RATIOS = (
-    ("fpr.linear_scan", "lax.associative_scan"),
-    ("fpr.linear_scan + gradient", "lax.associative_scan + gradient"),
-    ("fpr.selective_scan", "materialised"),
-    ("fpr.selective_scan + gradient", "materialised + gradient"),
-    ("one pass in C, warm output", "fpr.linear_scan"),
-    ("one pass in C, warm output", "fpr.linear_scan, x donated"),
-)
-
-
-def ratios(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """How many times faster the first of each pair in `RATIOS` is, by medians."""
-    return {
-        f"{fast} over {slow}": rows[slow]["median_ms"] / rows[fast]["median_ms"]
-        for fast, slow in RATIOS
-        if fast in rows and slow in rows
-    }
-
-
-def show(console: Console, title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
-    """One table of a race and its ratios."""
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
-    for name in ("", "median ms", "best ms", "temporaries MB"):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    for name, row in rows.items():
-        memory = row["temporaries_mb"]
-        shown = "-" if memory is None else f"{memory:.2f}"
-        table.add_row(name, f"{row['median_ms']:.2f}", f"{row['best_ms']:.2f}", shown)
-    console.print(table)
-    for name, ratio in ratios(rows).items():
-        console.print(f"  {name}: {ratio:.2f}x", highlight=False)
-
-
-def bench_scan(args: argparse.Namespace) -> dict[str, Any]:
-    """Linear and selective scans, on CPU with freed memory kept unless told otherwise."""
-    kept = args.allocator == "keep" and keep_freed_memory()
-    console = Console()
-    device = jax.devices()[0]
-    memory = "freed memory kept" if kept else "allocator as it comes"
-    console.print(f"{device.platform} {device.device_kind}, jax {jax.__version__}, {memory}")
-    result: dict[str, Any] = {"platform": device.platform, "jax": jax.__version__}
-    result |= {"memory_kept": kept, "races": []}
-    for name, shape, entries in (
-        ("linear", args.linear, linear_entries(args.linear)),
-        ("selective", args.selective, selective_entries(args.selective)),
-    ):
-        rows = race(entries, args.rounds)
-        show(console, f"{name} {tuple(shape)}, float32", rows)
-        result["races"].append({"scan": name, "shape": shape, "rows": rows, "ratios": ratios(rows)})
-    return result
-
-
-def _add_scan(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=9, help="timed rounds per competitor")
-    parser.add_argument(
-        "--allocator", choices=["keep", "system"], default="keep",
-        help="keep freed memory (experiments/memory.py) or leave the C library as it comes",
-    )  # fmt: skip
-    shapes = {"--linear": ("B T D", [8, 4096, 256]), "--selective": ("B T D N", [8, 256, 256, 16])}
-    for option, (axes, default) in shapes.items():
-        names = tuple(axes.split())
-        parser.add_argument(option, nargs=len(names), type=int, metavar=names, default=default)
-
-
-# Subcommand -> (what it does, adds its options, runs and returns what goes into the JSON file).
-COMMANDS: dict[
-    str,
-    tuple[
-        str,
-        Callable[[argparse.ArgumentParser], None],
-        Callable[[argparse.Namespace], dict[str, Any]],
-    ],
-] = {"scan": ("linear and selective scans on this machine", _add_scan, bench_scan)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand; see `--help`."""
     parser = argparse.ArgumentParser(prog="experiments.bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, (text, add_options, _) in COMMANDS.items():
+    for name, (text, module) in COMMANDS.items():
         command = commands.add_parser(name, help=text)
-        add_options(command)
-        command.add_argument("--json", type=Path, help="also write the figures to this file")
+        module.add_options(command)
+        command.add_argument("--output", type=Path, help="also write the figures to this file")
+        command.add_argument(
+            "--allocator", choices=["keep", "system"], default="keep",
+            help="keep freed memory (experiments/memory.py) or leave the C library as it comes",
+        )  # fmt: skip
     args = parser.parse_args(argv)
-    result = COMMANDS[args.command][2](args)
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    if args.output and not args.output.resolve().parent.is_dir():
+        parser.error(f"--output={args.output}: its folder does not exist")
+    try:
+        result = COMMANDS[args.command][1].run(args)
+    except ValueError as error:  # Sizes and names that cannot work.
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if args.output:
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"written: {args.output}")
     return 0
 
 
