@@ -78,10 +78,10 @@ def flip(x: jax.Array) -> jax.Array:
     return jnp.flip(x, axis=1)
 
 
-class BothWays(nn.Module):
-    """Recurrent layers as a token mixer: one reads forwards and, unless causal, one backwards.
+class Readers(nn.Module):
+    """Recurrent layers that mix tokens: one reads forwards and, unless causal, one backwards.
 
-    The outputs are added, so that each position sees all others within one sublayer.
+    Their outputs are added, so that each position sees all others within one sublayer.
 
     Attributes:
       make: name -> recurrent layer (its norm and residual connection are not used).
@@ -96,6 +96,10 @@ class BothWays(nn.Module):
         if not self.causal:
             self.backwards = self.make("backwards")
 
+
+class BothWays(Readers):
+    """Layers without a loop of their own: (B, T, D) -> (B, T, D)."""
+
     def __call__(self, u: jax.Array) -> jax.Array:
         out = self._read(self.forwards, u)
         return out if self.causal else out + flip(self._read(self.backwards, flip(u)))
@@ -105,8 +109,8 @@ class BothWays(nn.Module):
         return layer.output(x, layer.step(x, ()))
 
 
-class BothWaysLooped(BothWays):
-    """The same of layers with a fixed point of their own, whose iterates the outer loop carries.
+class BothWaysLooped(Readers):
+    """Layers with a fixed point of their own, whose iterates the outer loop carries.
 
     One application of FPRM's f applies each inner f once, from the iterate of the last time; where
     the outer loop stands still, so do the inner ones, and they are solved.
@@ -117,7 +121,7 @@ class BothWaysLooped(BothWays):
         shape = (*u.shape[:2], self.forwards.config.inner_size)
         return (jnp.zeros(shape, jnp.float32),) * (1 if self.causal else 2)
 
-    def __call__(  # type: ignore[override]
+    def __call__(
         self, u: jax.Array, inner: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         out, first = self._advance(self.forwards, u, inner[0])

@@ -48,7 +48,7 @@ class FPRMConfig:
         mamba or fp_rnn. All but mlp_mixer can be causal; a recurrent base that is not causal reads
         forwards and backwards in every sublayer. rope, num_heads and softmax_temp are attention's.
       base_options: options of the base: {"kernel": 3} for cnn, fields of `MambaConfig` and
-        `FPRNNConfig` for mamba and fp_rnn.
+        `FPRNNConfig` for mamba and fp_rnn (their `expand` and `mixer_scale` are 1 by default).
       norm_type: pre, post (norm after the sum) or peri (before and on the sublayer's output).
       norm_placement: where f has one more RMSNorm: none, input, output.
       norm_eps: epsilon of every RMSNorm.
