@@ -25,6 +25,7 @@ from fpr.solvers import Damped
 
 PyTree = Any
 EVERY = 100  # budgets up to here are all recorded; from here on they grow by 1/50
+QUARTILES = ("lower_quartile", "median", "upper_quartile")
 
 
 class Course(NamedTuple):
@@ -130,6 +131,8 @@ def curves(run: Run, params: PyTree, evaluator: Evaluator) -> dict[int, dict[str
                     compiled = pass_.lower(params, batch, keys, at).compile()
             with run.clock.measure("evaluation"):
                 course = jax.tree.map(np.asarray, compiled(params, batch, keys, at))
+            if not config["q_loss_weight"]:  # A Q head that was not trained says nothing.
+                course = course._replace(q_halt=None)
             parts.append(jax.tree.map(lambda a, n=n: a[:, :n], course))
             labelled.append((batch["labels"][:n] != losses.IGNORED).sum(axis=1))
         course = jax.tree.map(lambda *a: np.concatenate(a, axis=1), *parts)
@@ -169,13 +172,14 @@ def summarise(
       scale: blocks that one iteration of all loops runs in sequence.
 
     Returns:
-      `iterations`, `effective_layers` (R budgets); `sequence_accuracy`, `token_accuracy` (R) of
-      solves that spend the whole budget; `halting`: the same examples frozen where they halt, with
-      the `effective_layers_mean` that they spend (R each); `halted_at` and `saturated_at`
-      (quartiles in iterations, and by example), where an example saturates at the first budget from
-      which its answer no longer changes; `halted_before_saturation` and `unsettled` (shares: halted
-      too early; still changing at the last budget); with a Q head `act`: what halting at the first
-      budget with a positive halting logit gives.
+      `iterations`, `effective_layers` (R budgets); `sequence_accuracy`, `token_accuracy` (R) and
+      the quartiles of `residual` (R) of solves that spend the whole budget; `halting`: the same
+      examples frozen where they halt, with the `effective_layers_mean` that they spend (R each);
+      `halted_at` and `saturated_at` (quartiles in iterations, and by example), where an example
+      saturates at the first budget from which its answer no longer changes;
+      `halted_before_saturation` and `unsettled` (shares: halted too early; still changing at the
+      last budget); with a Q head `act`: what halting at the first budget with a positive halting
+      logit gives.
     """
     right, changed = np.asarray(course.right), np.asarray(course.changed)
     number = np.arange(len(at))[:, None]
@@ -184,12 +188,14 @@ def summarise(
     unsettled = (last_change == len(at) - 1) & (len(at) > 1)
     within = at[:, None] < halted
     frozen = np.where(within, right, answer)
+    quartiles = np.quantile(np.asarray(course.residual, np.float64), (0.25, 0.5, 0.75), axis=1)
     found: dict[str, Any] = {
         "examples": len(halted),
         "iterations": at,
         "effective_layers": at * scale,
         "sequence_accuracy": right.mean(axis=1),
         "token_accuracy": course.tokens.sum(axis=1) / max(1, labelled.sum()),
+        "residual": dict(zip(QUARTILES, quartiles)),
         "halting": {
             "sequence_accuracy": frozen.mean(axis=1),
             "effective_layers_mean": np.minimum(at[:, None], halted).mean(axis=1) * scale,
@@ -211,5 +217,5 @@ def summarise(
 
 
 def _spread(values: np.ndarray) -> dict[str, Any]:
-    low, mid, high = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
-    return {"lower_quartile": low, "median": mid, "upper_quartile": high, "examples": values}
+    quartiles = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
+    return {**dict(zip(QUARTILES, quartiles)), "examples": values}

@@ -183,15 +183,20 @@ def plot_halting(curves: ByLength, path: Path, title: str) -> Path:
     return save(figure, path)
 
 
-def plot_residuals(traces: Mapping[int, Mapping[str, Any]], tolerance: float, path: Path) -> Path:
-    """Residual against iteration, median and quartiles over samples, one line per length."""
+def plot_residuals(curves: ByLength, tolerance: float, path: Path) -> Path:
+    """Residual against iteration, median and quartiles over samples, one line per length.
+
+    Args:
+      curves: `budget.curves`.
+      tolerance: the solver's.
+      path: file to write.
+    """
     figure, axes = _axes("Convergence of the solver", "iteration", "residual")
-    for length, t in sorted(traces.items()):
-        iterations = range(1, len(t["median"]) + 1)
-        (drawn,) = axes.plot(iterations, t["median"], label=f"length {length}")
-        axes.fill_between(
-            iterations, t["lower_quartile"], t["upper_quartile"], alpha=0.2, color=drawn.get_color()
-        )
+    for length, c in sorted(curves.items()):
+        iterations, r = c["iterations"], c["residual"]
+        (drawn,) = axes.plot(iterations, r["median"], label=f"length {length}")
+        low, high = r["lower_quartile"], r["upper_quartile"]
+        axes.fill_between(iterations, low, high, alpha=0.2, color=drawn.get_color())
     axes.axhline(tolerance, color="0.5", linestyle=":", label="tolerance")
     axes.set_yscale("log")
     axes.legend(fontsize="small")

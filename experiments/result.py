@@ -16,22 +16,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import fpr
 from experiments import budget, optim, plots, tasks
 from experiments.checkpoint import Checkpoints
 from experiments.context import Run
 from experiments.errors import UserError
-from experiments.evaluate import METRICS, Evaluator, pad_batch
+from experiments.evaluate import METRICS, Evaluator
 from experiments.progress import duration
 from experiments.steps import TrainState, averaged, init_state
 from experiments.workdir import read_metrics, write_json
-from fpr import registry
-from fpr.models import base
-
-TRACED_EXAMPLES = 8
-MAX_TRACED_STEPS = 200
 
 Results = Mapping[int, Mapping[str, Any]]
 
@@ -120,7 +114,6 @@ def finish(
       overrides: {key: (value of the trained run, value here)} of an evaluation.
     """
     config, clock, params = run.config, run.clock, averaged(state)
-    traces = residual_traces(run, params, results)
     curves = budget.curves(run, params, Evaluator(run))
     device = jax.devices()[0]
     names = next(iter(results.values()))
@@ -136,7 +129,6 @@ def finish(
         "data": {split: run.task.identity(split) for split in ("train", "eval")},
         **{name: {n: r[name] for n, r in results.items()} for name in names},
         "metrics": {k: v for k, v in METRICS.items() if any(n.startswith(k) for n in names)},
-        "residual_by_iteration": traces,
         "budget": curves,
         "seconds": {"total": clock.total, **clock.seconds},
         "eval_share": clock.eval_share,
@@ -145,9 +137,15 @@ def finish(
     }
     write_json(run.path / "result.json", content)
     title = f"{content['model']} on {run.task.title}"
-    figures = _draw(run, results, traces, curves, records, title)
+    figures = _draw(run, results, curves, records, title)
     say = run.progress.say
     say(plots.table(results, run.task.length, f"{title}, step {content['step']}"))
+    for length, r in results.items():
+        operations = r["flops_per_example_mean"] / 1e6
+        say(
+            f"length {length}: an example takes {r['effective_layers_mean']:.1f} effective layers "
+            f"and {operations:.3g} MFLOP (mean)"
+        )
     for length, r in results.items():
         if headline := getattr(run.task, "headline", ()):  # what the task's own score comes to
             said = ", ".join(f"{name.replace('_', ' ')} {r[name]:.4g}" for name in headline)
@@ -168,44 +166,9 @@ def finish(
     return content
 
 
-def residual_traces(run: Run, params: Any, results: Results) -> dict[int, dict[str, list[float]]]:
-    """Residual by iteration on a few evaluation examples of each length.
-
-    Returns:
-      {length: {"median": [...], "lower_quartile": [...], "upper_quartile": [...]}}; empty for a
-      model without a loop.
-    """
-    model = run.config["model"]
-    key = jax.random.key(run.config["seed"])
-    # Watches past convergence: the solver itself would stop at its tolerance.
-    solver = dataclasses.replace(base.make_solver(model["solver"], train=False), halting="never")
-    trace = jax.jit(
-        lambda params, batch, steps: (
-            registry.trace(model, params, batch, steps=steps, key=key, solver=solver).residual
-        ),
-        static_argnums=2,
-    )
-    count = min(TRACED_EXAMPLES, run.config["eval"]["max_examples"])
-    traces: dict[int, dict[str, list[float]]] = {}
-    example = pad_batch(run.task.eval_batch(next(iter(results)), 0, 1), 1)
-    if not jax.eval_shape(functools.partial(registry.apply, model), params, example).state:
-        return traces
-    for length, result in results.items():
-        batch = pad_batch(run.task.eval_batch(length, 0, count), TRACED_EXAMPLES)
-        steps = min(MAX_TRACED_STEPS, 20 * (2 + int(result["solver_steps_max"]) // 20))
-        with run.clock.measure("compile"):
-            compiled = trace.lower(params, batch, steps).compile()
-        with run.clock.measure("evaluation"):
-            values = np.asarray(compiled(params, batch), np.float64)
-        low, mid, high = np.quantile(values, (0.25, 0.5, 0.75), axis=1).tolist()
-        traces[length] = {"median": mid, "lower_quartile": low, "upper_quartile": high}
-    return traces
-
-
 def _draw(
     run: Run,
     results: Results,
-    traces: Results,
     curves: Results,
     records: Sequence[Mapping[str, Any]],
     title: str,
@@ -221,10 +184,9 @@ def _draw(
             if name.startswith("by_"):  # from the task's `score`
                 measure = name.removeprefix("by_")
                 figures.append(plots.plot_difficulty(buckets, measure, path / f"{name}.png", title))
-    if traces:
-        tolerance = run.config["model"]["solver"]["eval"]["tolerance"]
-        figures.append(plots.plot_residuals(traces, tolerance, path / "residual.png"))
     if curves:
+        tolerance = run.config["model"]["solver"]["eval"]["tolerance"]
+        figures.append(plots.plot_residuals(curves, tolerance, path / "residual.png"))
         figures.append(plots.plot_budget(curves, path / "budget.png", title))
         figures.append(plots.plot_halting(curves, path / "halting.png", title))
     if any(r["split"] == "train" for r in records):

@@ -65,7 +65,7 @@ def test_summary_of_three_examples():
         right=np.array([[0, 0, 1], [1, 0, 1], [1, 0, 0], [1, 1, 0]], bool),
         tokens=np.array([[1, 1, 2], [2, 1, 2], [2, 1, 1], [2, 2, 0]]),
         changed=np.array([[1, 1, 1], [1, 0, 0], [0, 0, 1], [0, 1, 1]], bool),
-        residual=np.zeros((4, 3)),
+        residual=np.array([[4.0, 1.0, 2.0], [1.0] * 3, [1.0] * 3, [0.0, 0.5, 1.0]]),
         q_halt=np.array([[-1, -1, 1], [-1, 2, 1], [3, 2, 1], [3, 2, 1]]),
         predictions=None,
     )
@@ -78,6 +78,8 @@ def test_summary_of_three_examples():
         scale=2,
     )
     assert found["effective_layers"].tolist() == [2, 4, 6, 8]
+    assert found["residual"]["median"].tolist() == [2.0, 1.0, 1.0, 0.5]
+    assert found["residual"]["upper_quartile"].tolist() == [3.0, 1.0, 1.0, 0.75]
     np.testing.assert_allclose(found["sequence_accuracy"], [1 / 3, 2 / 3, 1 / 3, 2 / 3])
     np.testing.assert_allclose(found["token_accuracy"], [4 / 6, 5 / 6, 4 / 6, 4 / 6])
     np.testing.assert_allclose(found["halting"]["sequence_accuracy"], [1 / 3, 2 / 3, 1 / 3, 1 / 3])
@@ -110,6 +112,8 @@ def test_the_halting_curve_ends_at_the_accuracy_of_the_evaluation(make_run):
         spent = halting["effective_layers_mean"][-1]
         assert spent == pytest.approx(results[length]["effective_layers_mean"])
         assert curve["halted_at"]["examples"].max() == results[length]["solver_steps_max"]
+    # The tiny config does not train its Q head.
+    assert "act" not in curve
     assert budget.curves(make_run(eval__budget_examples=0), params, evaluator) == {}
 
 

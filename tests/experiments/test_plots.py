@@ -16,6 +16,8 @@ RESULTS = {
 }  # fmt: skip
 
 CURVE = {
+    "iterations": [1, 2],
+    "residual": {"median": [1.0, 0.1], "lower_quartile": [0.9, 0.05], "upper_quartile": [1.1, 0.2]},
     "effective_layers": [2, 4], "sequence_accuracy": [0.1, 0.5],
     "halting": {"effective_layers_mean": [2.0, 3.0], "sequence_accuracy": [0.1, 0.4]},
     "act": {"effective_layers_mean": 3.0, "sequence_accuracy": 0.3},
@@ -36,7 +38,6 @@ def test_table_fits_80_columns_and_names_both_accuracies():
 
 
 def test_figures(tmp_path):
-    trace = {"median": [1.0, 0.1], "lower_quartile": [0.9, 0.05], "upper_quartile": [1.1, 0.2]}
     train = {
         "split": "train", "step": 1, "loss": 1.0, "sequence_accuracy": 0.0, "token_accuracy": 0.2,
         "solver_steps_mean": 4.0,
@@ -46,7 +47,7 @@ def test_figures(tmp_path):
     paths = [
         plots.plot_accuracy(RESULTS, 16, tmp_path / "a.png", "title"),
         plots.plot_steps(RESULTS, 16, tmp_path / "b.png", "title"),
-        plots.plot_residuals({16: trace}, 0.1, tmp_path / "c.png"),
+        plots.plot_residuals({16: CURVE}, 0.1, tmp_path / "c.png"),
         plots.plot_training([train, no_finished, *evals], tmp_path / "d.png"),
         plots.plot_budget({16: CURVE}, tmp_path / "e.png", "title"),
         plots.plot_halting({16: CURVE}, tmp_path / "f.png", "title"),
