@@ -65,7 +65,11 @@ class WordProblem:
 
     def identity(self, split: str) -> dict[str, object]:
         """What names the data of `split` exactly; written into result.json."""
-        return {"task": "word_problem", "group": self.group, "seed": self.seed, "split": split}
+        identity: dict[str, object] = {"task": "word_problem", "group": self.group}
+        if split == "train":
+            lengths = [self.min_length or self.length, self.length]
+            identity |= {"size": self.train_sequences or "endless", "lengths": lengths}
+        return identity | {"seed": self.seed, "split": split}
 
     def train_batch(self, step: int, batch_size: int) -> dict[str, np.ndarray]:
         """The training batch of optimiser step `step` (0-based): `tokens`, `labels` (B, T)."""

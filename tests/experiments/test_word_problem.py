@@ -107,3 +107,9 @@ def test_registry_lists_options_and_identity():
     task = build({"name": "word_problem", "group": "a5"}, seed=3)
     expected = {"task": "word_problem", "group": "A5", "seed": 3, "split": "eval"}
     assert task.identity("eval") == expected
+    few = build({"name": "word_problem", "length": 9, "train_sequences": 50}, seed=3)
+    assert few.identity("train") == {
+        "task": "word_problem", "group": "S3", "seed": 3, "split": "train", "size": 50,
+        "lengths": [9, 9],
+    }  # fmt: skip
+    assert task.identity("train")["size"] == "endless"
