@@ -147,6 +147,21 @@ def test_gpu_matches_float64(shape, chunk, reverse):
     assert not checks.gpu_races_found()
 
 
+@slow
+@pytest.mark.parametrize("value", [0.0, 1.0, 1e-30])
+def test_gpu_extreme_decays(value):
+    """Two spans of time, so that products of decays over a span count too."""
+    shape = (1, 64, 8)
+    a, x, h0 = jnp.full(shape, value), checks.normal(1, *shape), checks.normal(2, 1, 8)
+    run = functools.partial(
+        linear_scan, platform="gpu", interpret=checks.gpu_interpreter(), chunk=32
+    )
+    out, vjp = jax.vjp(run, a, x, h0)
+    checks.assert_close(out, reference.linear_scan(a, x, h0), 1e-5)
+    ct = checks.normal(3, *shape), checks.normal(4, 1, 8)
+    checks.assert_close(vjp(ct), reference.linear_scan_vjp(a, x, h0, *ct), 1e-5)
+
+
 def test_gpu_reading_before_the_copy_arrives_is_caught(monkeypatch):
     """Without its waits: right numbers in the interpreter, which copies at once, and a race."""
     a, x, h0 = inputs((1, 60, 5))

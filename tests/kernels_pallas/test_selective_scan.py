@@ -69,6 +69,17 @@ def test_tpu_matches_float64(shape):
     check(inputs(shape), True, 3e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_steps_of_zero_and_steps_that_underflow(platform):
+    """Decays of exactly 1 and of exactly 0 in one sequence, with gradient."""
+    args = inputs((1, 9, 2, 2))
+    size = jnp.where(jnp.arange(9) % 3 == 0, 0.0, jnp.where(jnp.arange(9) % 3 == 1, 1.0, 4e3))
+    args["delta"] = args["delta"] * size[None, :, None]
+    interpret = True if platform == "tpu" else checks.gpu_interpreter()
+    check(args, interpret, 1e-5, platform=platform)
+
+
 def test_tpu_two_chunks_of_time():
     args = inputs((1, 140, 4, 3))
     got = selective_scan(**args, platform="tpu", interpret=True)
