@@ -19,11 +19,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels_pallas import common
 from kernels_pallas.tiles_gpu import (
     EXACT,
+    LOG_FLOOR,
     TILE,
     Tile,
     Unit,
     after,
     decays,
+    padded,
     part,
     pieces,
     row_sums,
@@ -33,7 +35,6 @@ from kernels_pallas.tiles_gpu import (
 
 MOST_TILES = 28  # in the shared memory of a block: 8 KiB each of 227
 MOST_KEYS = {False: 256, True: 128}  # by whether products are exact: shared memory, registers
-LOG_FLOOR = -80.0  # a log decay below this is a decay of 0 in float32; -inf would make NaN below
 
 
 @dataclasses.dataclass(frozen=True)
@@ -379,12 +380,6 @@ def backward(shape: Shape, log_decay, q, k, u, w, start, dy, dlast, dtype, *, na
 # --- the differentiable recurrence ----------------------------------------------------------------
 
 
-def _padded(v, sizes: dict[int, int]):
-    """v with some axes extended by zeros."""
-    pads = [(0, sizes.get(k, size) - size) for k, size in enumerate(v.shape)]
-    return jnp.pad(v, pads) if any(p for _, p in pads) else v
-
-
 def _shape(q, u, w, exact: bool) -> Shape:
     batch, time, groups, keys = q.shape
     heads, values = u.shape[2:]
@@ -397,20 +392,20 @@ def _shape(q, u, w, exact: bool) -> Shape:
 
 def _stream(v, shape: Shape):
     """(B, T, H, w) as padded pieces (pieces B, T, H, w)."""
-    v = _padded(v, {1: shape.time, 3: common.round_up(v.shape[3], TILE)})
+    v = padded(v, {1: shape.time, 3: common.round_up(v.shape[3], TILE)})
     return jnp.concatenate(pieces(v, shape.pieces))
 
 
 def _log(log_decay, shape: Shape):
     """(B, T, H) as padded (B H, T), not below LOG_FLOOR."""
     rows = jnp.maximum(log_decay, LOG_FLOOR).swapaxes(1, 2).reshape(-1, log_decay.shape[1])
-    return _padded(rows, {1: shape.time})
+    return padded(rows, {1: shape.time})
 
 
 def _state(v, shape: Shape):
     """(B, H, N, P) as padded (B H, N, P)."""
     v = v.reshape(-1, *v.shape[2:])
-    return _padded(v, {1: shape.keys * TILE, 2: shape.values * TILE})
+    return padded(v, {1: shape.keys * TILE, 2: shape.values * TILE})
 
 
 def _run(log_decay, q, k, u, w, first, options, save):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas import chunked_gpu, chunked_tpu, common
+from kernels_pallas import chunked_gpu, chunked_tpu, common, wy_gpu
 
 
 def _inverse(m):
@@ -114,32 +114,6 @@ def _delta_bwd(interpret, saved, cotangents):
 _delta.defvjp(_delta_fwd, _delta_bwd)
 
 
-def _corrections(log_decay, beta, k, v):
-    """U (B, T, H, V) and W (B, T, H, K), float32: u_i = U_i - W_i S_0 in every chunk of the GPU.
-
-    S_0 is the state that enters the chunk and u as in `_chunk`. Plain JAX: no state is involved.
-    """
-    time, size = k.shape[1], chunked_gpu.TILE
-
-    def chunk(log_decay, beta, k, v):
-        between, from_start, _ = chunked_tpu.decays(log_decay[None])
-        beta = beta[:, None]
-        i, j = jnp.arange(size)[:, None], jnp.arange(size)
-        keys = chunked_tpu.dot(k, k, ((1,), (1,)), exact=True)
-        m = jnp.where(i > j, beta * keys * between, 0.0)
-        solved = _solve(m, beta * jnp.concatenate([v, from_start * k], axis=1))
-        return solved[:, : v.shape[1]], solved[:, v.shape[1] :]
-
-    def chunks(x):  # (B, T, H, ...) as (B, chunks, size, H, ...)
-        x = x.astype(jnp.float32)
-        x = jnp.pad(x, [(0, 0), (0, -time % size)] + [(0, 0)] * (x.ndim - 2))
-        return x.reshape(x.shape[0], -1, size, *x.shape[2:])
-
-    heads = jax.vmap(chunk, (1, 1, 1, 1), (1, 1))  # the time is the first axis, heads the second
-    found = jax.vmap(jax.vmap(heads))(*(chunks(x) for x in (log_decay, beta, k, v)))
-    return tuple(x.reshape(x.shape[0], -1, *x.shape[3:])[:, :time] for x in found)
-
-
 def delta_rule(q, k, v, beta, log_decay=None, h0=None, *, platform, interpret=False):
     """S_t = α_t (I - β_t k_t k_tᵀ) S_{t-1} + β_t k_t v_tᵀ, y_t = S_tᵀ q_t per head.
 
@@ -179,11 +153,11 @@ def delta_rule(q, k, v, beta, log_decay=None, h0=None, *, platform, interpret=Fa
 
     dtype = v.dtype
     if platform == "gpu":
+        exact = any(x.dtype != jnp.bfloat16 for x in (q, k, v))
         log_decay = log_decay.astype(f32)
-        u, w = _corrections(log_decay, beta.astype(f32), k, v)
+        u, w = wy_gpu.corrections(log_decay, beta.astype(f32), k, v, exact, interpret)
         return chunked_gpu.recurrence(
-            log_decay, q, k, u, w, first, dtype=dtype,
-            exact=any(x.dtype != jnp.bfloat16 for x in (q, k, v)), name="delta",
+            log_decay, q, k, u, w, first, dtype=dtype, exact=exact, name="delta",
             interpret=interpret,
         )  # fmt: skip
     q, k, v = common.storable(platform, q, k, v)

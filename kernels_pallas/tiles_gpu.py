@@ -17,10 +17,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 TILE = 64  # rows of one wgmma, columns of one swizzled row of bfloat16, time steps per chunk
+LOG_FLOOR = -80.0  # a log decay below this is a decay of 0 in float32; -inf would make NaN below
 EXACT = 3  # bfloat16 pieces of a float32 number
 _SWIZZLE = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))
 _TILED = plgpu.Layout.WGMMA
-_COLUMNS = _TILED.reduce(0)  # of one number per column
+_ROWS, _COLUMNS = _TILED.reduce(1), _TILED.reduce(0)  # of one number per row, per column
 
 
 def tiles(count: int):
@@ -31,6 +32,12 @@ def tiles(count: int):
 def part(k):
     """The k-th 64 elements of an axis."""
     return pl.ds(pl.multiple_of(k * TILE, TILE), TILE)
+
+
+def padded(v, sizes: dict[int, int]):
+    """v with some axes extended by zeros; outside of kernels."""
+    pads = [(0, sizes.get(k, size) - size) for k, size in enumerate(v.shape)]
+    return jnp.pad(v, pads) if any(p for _, p in pads) else v
 
 
 def pieces(x: jax.Array, count: int) -> list[jax.Array]:
@@ -81,6 +88,10 @@ class Unit:
     def across(self, ref, *index):
         """64 numbers in device memory, as the columns' of a tile: all rows alike, (64, 64)."""
         return lax.broadcast_in_dim(self._load(ref, index, _COLUMNS), (TILE, TILE), [1])
+
+    def down(self, ref, *index):
+        """64 numbers in device memory, one per row of a tile, (64,)."""
+        return self._load(ref, index, _ROWS)
 
     def value(self, tile: Tile):
         """The float32 value of a tile in shared memory."""
