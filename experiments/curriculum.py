@@ -51,7 +51,8 @@ def buckets(train: Options, full: int) -> list[int]:
     """The lengths that are compiled: start, 2·start, 4·start, …, and the task's own (`full`).
 
     Short sequences are what makes a curriculum cheap; one program for each length would cost more
-    in compilation than it saves. The slots of the carry regime have one length, that of the task.
+    in compilation than it saves (S3 FP-Mamba config on a CPU, in CPU seconds: 14 for a program,
+    0.007 for a step at length 2). The slots of the carry regime have one length, that of the task.
 
     Args:
       train: the `train` section of a config.
