@@ -116,6 +116,8 @@ def _stepwise(q: Array, k: Array, v: Array, beta: Array, log_decay: Array, h0: A
 def _kernel(q, k, v, beta, log_decay, h0, *, platform):
     import kernels_pallas
 
+    if platform == "gpu" and not kernels_pallas.supports_wgmma():
+        return _chunked(64, q, k, v, beta, log_decay, h0)
     return kernels_pallas.delta_rule(q, k, v, beta, log_decay, h0, platform=platform)
 
 

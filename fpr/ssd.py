@@ -110,6 +110,8 @@ def _stepwise(x: Array, log_decay: Array, b_in: Array, c_out: Array, h0: Array):
 def _kernel(x, log_decay, b_in, c_out, h0, *, platform):
     import kernels_pallas
 
+    if platform == "gpu" and not kernels_pallas.supports_wgmma():
+        return _chunked(64, x, log_decay, b_in, c_out, h0)
     return kernels_pallas.ssd(x, log_decay, b_in, c_out, h0, platform=platform)
 
 

@@ -3,7 +3,7 @@
 Every function takes platform="tpu" | "gpu"; `fpr.scan` chooses it at lowering.
 """
 
-from kernels_pallas.common import supports_mosaic_gpu
+from kernels_pallas.common import supports_mosaic_gpu, supports_wgmma
 from kernels_pallas.delta import delta_rule
 from kernels_pallas.fused_fixed_point import Iterate, fused_fixed_point
 from kernels_pallas.linear_scan import linear_scan, linear_scan_bwd
@@ -21,4 +21,5 @@ __all__ = [
     "sharded_linear_scan",
     "ssd",
     "supports_mosaic_gpu",
+    "supports_wgmma",
 ]

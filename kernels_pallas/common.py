@@ -80,6 +80,25 @@ def supports_mosaic_gpu() -> bool:
     return usable
 
 
+@functools.cache
+def supports_wgmma() -> bool:
+    """Whether kernels made of wgmma can run in this process: on Hopper (9.x) and nothing newer.
+
+    Says so once in the log when they cannot. Without a GPU this is True, as `supports_mosaic_gpu`.
+    """
+    if jax.default_backend() != "gpu":
+        return True
+    capability = {str(getattr(d, "compute_capability", "0.0")) for d in jax.local_devices()}
+    usable = all(c.startswith("9.") for c in capability)
+    if not usable:
+        log.warning(
+            "the Pallas GPU kernels of ssd and delta_rule need compute capability 9.x (wgmma), "
+            "found %s: using the XLA forms",
+            ", ".join(sorted(capability)),
+        )
+    return usable
+
+
 def tile_compose(a: jax.Array, x: Any, reverse: bool) -> tuple[jax.Array, Any]:
     """Composed steps over the 8 rows of one register tile, in three doublings.
 

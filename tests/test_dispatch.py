@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from fpr import _dispatch, linear_scan
+from fpr import _dispatch, delta_rule, linear_scan, ssd
 from kernels_pallas import common
 from tests.kernels_pallas import checks
 
@@ -20,7 +20,7 @@ WIDE = jax.ShapeDtypeStruct((2, 64, 128), jnp.float32)
 @pytest.fixture
 def fresh():
     """No answer remembered, before and after."""
-    answers = _dispatch._gpu_kernels, common.supports_mosaic_gpu
+    answers = _dispatch._gpu_kernels, common.supports_mosaic_gpu, common.supports_wgmma
     for answer in answers:
         answer.cache_clear()
     yield
@@ -44,6 +44,26 @@ def test_gpus_without_mosaic_take_the_xla_form(monkeypatch, caplog, fresh, capab
     said = [r.message for r in caplog.records if "compute capability" in r.message]
     assert len(said) == 1 - kernels
     assert all(capability in message for message in said)
+
+
+@pytest.mark.parametrize("name", ["ssd", "delta"])
+@pytest.mark.parametrize(("capability", "kernels"), [("9.0", True), ("10.0", False)])
+def test_only_hopper_has_the_matrix_unit_of_ssd_and_delta(
+    monkeypatch, caplog, fresh, name, capability, kernels
+):
+    card = types.SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(common.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(common.jax, "local_devices", lambda: [card])
+    head, step = checks.struct(1, 4, 1, 2), checks.struct(1, 4, 1)
+    f = {
+        "ssd": lambda x, dt: ssd(x, dt, -jnp.ones(1), x, x, backend="pallas"),
+        "delta": lambda x, beta: delta_rule(x, x, x, beta, backend="pallas"),
+    }[name]
+    with caplog.at_level(logging.WARNING):
+        for scale in (1, 2):
+            text = checks.lower(lambda x, y, scale=scale: f(scale * x, y), "cuda", head, step)
+            assert (checks.kernel_calls(text) > 0) == kernels
+    assert sum("wgmma" in r.message for r in caplog.records) == 1 - kernels
 
 
 def test_by_default_gpus_take_the_xla_form_and_the_log_says_so_once(caplog, fresh):
