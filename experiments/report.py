@@ -205,19 +205,21 @@ def terminal(table: Table, rows: Sequence[tuple[str, ...]]) -> Grid:
     grid = Grid(title=table.title, box=box.SIMPLE_HEAD, title_justify="left")
     for name in COLUMNS[:SHOWN]:
         left = name in ("model", "paper")
-        width = 26 if name == "model" else None
+        width = 20 if name == "model" else None
         grid.add_column(
             name, justify="left" if left else "right", no_wrap=not left, min_width=width
         )
     last = ("", "")
     for row in rows:
-        label, apart = row[0], row[COLUMNS.index("apart by")]
+        label, paper, apart = row[0], row[2], row[COLUMNS.index("apart by")]
+        if label == last[0]:
+            paper = ""  # the paper's number stands on the first line of a row
         if (label, apart) == last:
             label = ""
         elif apart:
             label = "\n  ".join(([] if label == last[0] else [label]) + apart.split(", "))
         last = (row[0], apart)
-        grid.add_row(*(Text(text) for text in (label, *row[1:SHOWN])))
+        grid.add_row(*(Text(text) for text in (label, row[1], paper, *row[3:SHOWN])))
     return grid
 
 
@@ -297,9 +299,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         runs, notes = find(paths)
         found = lines(table, runs)
         used = {run.path for line in found for run in line.runs}
-        notes += [
-            f"{run.path}: belongs to no row of {name}" for run in runs if run.path not in used
-        ]
+        strangers = [str(run.path) for run in runs if run.path not in used]
+        if strangers:
+            notes.append(f"in no row of {name}: {' '.join(strangers)}")
         rows = [cells(line) for line in found]
         console = Console()
         console.print(terminal(table, rows), markup=False)

@@ -52,7 +52,7 @@ def test_seeds_share_a_line_and_missing_rows_say_so(runs, tmp_path, capsys):
     assert report.main(["comparison", f"--runs={runs}", f"--out={out}"]) == 0
     printed = capsys.readouterr().out
     assert "no result.json yet" in printed
-    assert "other: belongs to no row of comparison" in printed
+    assert f"in no row of comparison: {runs / 'other'}" in printed
     page = (out / "comparison.md").read_text()
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
     assert [r[0].strip("| ") for r in rows] == [
