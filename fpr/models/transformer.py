@@ -129,10 +129,10 @@ class Transformer(FPRM):
 
 
 def fixed_loops(train: int, evaluation: int) -> dict[str, Any]:
-    """Solver section that applies f a fixed number of times."""
+    """Solver section that applies f a fixed number of times, without damping."""
     return {
-        "train": {"halting": "never", "max_steps": train},
-        "eval": {"halting": "never", "max_steps": evaluation},
+        "train": {"halting": "never", "decay": 1.0, "max_steps": train},
+        "eval": {"halting": "never", "decay": 1.0, "max_steps": evaluation},
     }
 
 

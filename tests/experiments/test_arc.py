@@ -258,6 +258,8 @@ def test_configs():
         config = configs.load(f"experiments/configs/arc.py:{variant}")
         assert config["model"]["num_puzzles"] == rows
         assert configs.validate(config).num_puzzles == rows
+    trm = configs.load("experiments/configs/arc.py:trm")
+    assert configs.validate(trm).num_puzzles == trm["model"]["num_puzzles"] == 800_801
     config["task"]["augmentations"] = 2000
     with pytest.raises(UserError, match=r"model.num_puzzles is 1121121, .* has 2241121 puzzle ids"):
         configs.validate(config)

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import fpr
+from fpr.models.base import make_solver
+from fpr.models.transformer import fixed_loops
 from fpr.registry import flatten
 from tests.models.checks import (
     KEY,
@@ -145,3 +147,13 @@ def test_configs_that_cannot_work(change, message):
 def test_an_empty_sequence_is_refused(config):
     with pytest.raises(ValueError, match=r"shape \(2, 0\)"):
         fpr.apply(config, fpr.init(config, KEY), {"tokens": jnp.zeros((2, 0), jnp.int32)})
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_fixed_loops_are_not_damped(train):
+    """f(z) = 1 - z never comes nearer to its fixed point: patience would damp it."""
+    solver = make_solver(fixed_loops(30, 31), train)
+    zeros = jnp.zeros((2, 3))
+    solution = fpr.fixed_point(lambda _, x, z: x - z, (), zeros + 1, zeros, solver=solver)
+    assert solution.steps.tolist() == [30 if train else 31] * 2
+    np.testing.assert_array_equal(solution.value, zeros + (0 if train else 1))
