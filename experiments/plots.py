@@ -203,6 +203,24 @@ def plot_residuals(curves: ByLength, tolerance: float, path: Path) -> Path:
     return save(figure, path)
 
 
+def plot_scales(scales: Mapping[str, tuple[float, np.ndarray]], path: Path, title: str) -> Path:
+    """Where the residual scales of the channels ended, and where they started.
+
+    Args:
+      scales: {name: (start, (D,) values in (0, 1))}.
+      path: file to write.
+      title: of the figure.
+    """
+    figure, axes = _axes(title, "residual scale", "channels")
+    for i, (name, (start, values)) in enumerate(sorted(scales.items())):
+        color = f"C{i}"
+        axes.hist(values, bins=np.linspace(0, 1, 41).tolist(), color=color, alpha=0.5, label=name)
+        axes.axvline(start, color=color, linestyle=":", label=f"{name} at the start")
+    axes.set_xlim(0, 1)
+    axes.legend(fontsize="small")
+    return save(figure, path)
+
+
 def plot_training(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
     """Loss, accuracies and solver steps during training; evaluations as points."""
     train = [r for r in records if r["split"] == "train"]

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import fpr
 from experiments import budget, optim, plots, tasks
@@ -26,8 +27,10 @@ from experiments.evaluate import METRICS, Evaluator
 from experiments.progress import duration
 from experiments.steps import TrainState, averaged, init_state
 from experiments.workdir import read_metrics, write_json
+from fpr import registry
 
 Results = Mapping[int, Mapping[str, Any]]
+Scales = Mapping[str, tuple[float, np.ndarray]]
 
 
 # Overrides of these do not change what is measured.
@@ -115,6 +118,7 @@ def finish(
     """
     config, clock, params = run.config, run.clock, averaged(state)
     curves = budget.curves(run, params, Evaluator(run))
+    scales = residual_scales(config["model"], params)
     device = jax.devices()[0]
     names = next(iter(results.values()))
     content: dict[str, Any] = {
@@ -130,6 +134,10 @@ def finish(
         **{name: {n: r[name] for n, r in results.items()} for name in names},
         "metrics": {k: v for k, v in METRICS.items() if any(n.startswith(k) for n in names)},
         "budget": curves,
+        "residual_scales": {
+            name: {"start": start, "trained": np.quantile(values, (0, 0.25, 0.5, 0.75, 1))}
+            for name, (start, values) in scales.items()
+        },
         "seconds": {"total": clock.total, **clock.seconds},
         "eval_share": clock.eval_share,
         "jax_version": jax.__version__,
@@ -137,7 +145,7 @@ def finish(
     }
     write_json(run.path / "result.json", content)
     title = f"{content['model']} on {run.task.title}"
-    figures = _draw(run, results, curves, records, title)
+    figures = _draw(run, results, curves, scales, records, title)
     say = run.progress.say
     say(plots.table(results, run.task.length, f"{title}, step {content['step']}"))
     for length, r in results.items():
@@ -166,10 +174,26 @@ def finish(
     return content
 
 
+def residual_scales(model: Mapping[str, Any], params: Any) -> Scales:
+    """FPRM's residual scales: {"alpha_1": (its start, (D,) trained)}; none for other models.
+
+    Spec 2 section 6: trained medians stay near the start, the spread widens.
+    """
+    if model.get("residual_scale") != "input_independent":
+        return {}
+    found = {}
+    for name, value in registry.flatten(params).items():
+        last = name.rsplit("/", 1)[-1]
+        if last in ("alpha_1", "alpha_2"):
+            found[last] = (float(model[last]), np.asarray(jax.nn.sigmoid(value)))
+    return found
+
+
 def _draw(
     run: Run,
     results: Results,
     curves: Results,
+    scales: Scales,
     records: Sequence[Mapping[str, Any]],
     title: str,
 ) -> list[Path]:
@@ -189,6 +213,8 @@ def _draw(
         figures.append(plots.plot_residuals(curves, tolerance, path / "residual.png"))
         figures.append(plots.plot_budget(curves, path / "budget.png", title))
         figures.append(plots.plot_halting(curves, path / "halting.png", title))
+    if scales:
+        figures.append(plots.plot_scales(scales, path / "residual_scales.png", title))
     if any(r["split"] == "train" for r in records):
         figures.append(plots.plot_training(records, path / "training.png"))
     return figures

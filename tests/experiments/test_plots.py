@@ -1,5 +1,6 @@
 import io
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -50,6 +51,7 @@ def test_figures(tmp_path):
         plots.plot_residuals({16: CURVE}, 0.1, tmp_path / "c.png"),
         plots.plot_training([train, no_finished, *evals], tmp_path / "d.png"),
         plots.plot_budget({16: CURVE}, tmp_path / "e.png", "title"),
+        plots.plot_scales({"alpha_1": (0.75, np.full(4, 0.7))}, tmp_path / "g.png", "title"),
         plots.plot_halting({16: CURVE}, tmp_path / "f.png", "title"),
     ]
     for path in paths:

@@ -88,5 +88,5 @@ def test_clock_goes_on_after_a_restart():
     assert 0 <= clock.eval_share < 1
     assert clock.record().keys() == {
         "seconds_total", "seconds_train", "seconds_compile", "seconds_evaluation",
-        "seconds_checkpoint",
+        "seconds_checkpoint", "seconds_data",
     }  # fmt: skip
