@@ -2,6 +2,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 
 import jax
 import numpy as np
@@ -12,9 +13,9 @@ from experiments import checkpoint, steps
 from experiments import config as configs
 from experiments import train as training
 from experiments.errors import UserError
-from experiments.report import read_metrics
 from experiments.result import evaluate_checkpoint
 from experiments.train import Diverged, Interrupted, train
+from experiments.workdir import read_metrics
 from tests.experiments.conftest import TINY, new_run
 
 
@@ -25,7 +26,16 @@ def weights(path):
 
 REGIMES = {
     "solve": {},
-    "carry": {"train__regime": "carry", "ema": 0.0, "loss": "stablemax", "q_loss_weight": 0.5},
+    "carry": {
+        "train__regime": "carry",
+        "ema": 0.0,
+        "loss": "stablemax",
+        "q_loss_weight": 0.5,
+        "optimizer__warmup_steps": 2,
+        "optimizer__schedule": "cosine",
+        "train__random_cap__distribution": "gamma",
+        "model__solver__train__noise": 0.01,
+    },
 }
 
 
@@ -66,6 +76,7 @@ def test_interrupted_run_continues_bit_for_bit(regime, straight, make_run, monke
         patch.setattr(training._Loop, "_log", terminate_after_2)
         train(make_run(**changes))
     assert str(stop.value) == "SIGTERM: saved a checkpoint at step 3 of 6 and stopped"
+    assert not [t for t in threading.enumerate() if t.name == "prefetch"]
     resumed = make_run(**changes)
     assert not (resumed.path / "result.json").exists()
     again = train(resumed)
@@ -73,6 +84,12 @@ def test_interrupted_run_continues_bit_for_bit(regime, straight, make_run, monke
     assert_same_weights(run.path, resumed.path)
     assert again["sequence_accuracy"] == result["sequence_accuracy"]
     assert logged_steps(resumed.path) == [2, 3, 4, 6]
+    rates = [
+        {r["step"]: r["learning_rate"] for r in read_metrics(path / "metrics.jsonl")
+         if r["split"] == "train"}
+        for path in (run.path, resumed.path)
+    ]  # fmt: skip
+    assert rates[0] == rates[1]
 
 
 def test_a_broken_newest_checkpoint_falls_back(regime, straight, tmp_path):
@@ -160,14 +177,14 @@ def test_carry_refills_only_finished_slots(make_run):
 def test_carry_gradient_flows_through_the_window_only(make_run):
     """The carried iterate is a constant: the loss depends on params through `window` steps."""
     run = make_run(train__regime="carry", train__window=1)
-    config, key = run.config, jax.random.key(0)
+    config, keys = run.config, jax.random.split(jax.random.key(0), 6)
     optimizer = training.optim.make_optimizer(config["optimizer"], 6)
     batch = run.task.train_batch(0, 6)
     state = steps.init_state(config, optimizer, batch)
     carry = state.carry._replace(done=np.zeros(6, bool))
 
     def window(params):
-        return steps._window(config, params, carry, batch, key)[0]
+        return steps._objective(config, params, carry, batch, keys, None)[0]
 
     def by_hand(params):
         out = fpr.apply(
@@ -239,6 +256,6 @@ def test_a_model_without_a_loop_trains_too(make_run):
     configs.validate(run.config)
     result = train(run)
     assert result["solver_steps_max"] == {4: 1, 6: 1}
-    assert result["residual_by_iteration"] == {}
+    assert result["budget"] == {}
     with pytest.raises(UserError, match="'carry' needs a model with a loop"):
         configs.validate(configs.complete(run.config | {"train": {"regime": "carry"}}))
