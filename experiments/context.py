@@ -12,7 +12,6 @@ from typing import Any
 from experiments.progress import Progress
 from experiments.tasks import Task
 
-
 # "data": the device had nothing to do because the next batch was not ready.
 ACTIVITIES = ("train", "data", "compile", "evaluation", "checkpoint")
 

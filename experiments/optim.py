@@ -57,7 +57,7 @@ def decay_mask(params: Any) -> Any:
 class SignSGDState(NamedTuple):
     """State of `sign_sgd_rows`: the number of updates made, () int32."""
 
-    count: jax.Array
+    updates: jax.Array
 
 
 def sign_sgd_rows(
@@ -79,7 +79,7 @@ def sign_sgd_rows(
     def update(
         updates: Any, state: SignSGDState, params: Any = None, *, rows: jax.Array, **_: Any
     ) -> tuple[Any, SignSGDState]:
-        rate, at = learning_rate(state.count), rows.reshape(-1)
+        rate, at = learning_rate(state.updates), rows.reshape(-1)
 
         def table(grad: jax.Array, value: jax.Array) -> jax.Array:
             change = -rate * (jnp.sign(grad[at]) + weight_decay * value[at])
@@ -87,7 +87,7 @@ def sign_sgd_rows(
             # same value, so their order does not matter.
             return jnp.full_like(value, -0.0).at[at].set(change.astype(value.dtype))
 
-        return jax.tree.map(table, updates, params), SignSGDState(state.count + 1)
+        return jax.tree.map(table, updates, params), SignSGDState(state.updates + 1)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -66,7 +66,7 @@ def test_unknown_names(change, message):
         ({"q_loss_weight": -1.0}, "q_loss_weight must not be negative"),
         ({"seed": -1}, r"seed must be in \[0, 2\*\*63\), got -1"),
         ({"seed": 2**64}, "seed must be in"),
-        ({"eval__every": -1}, "eval.every must be 0"),
+        ({"eval__every": -1}, "eval.every must not be negative, got -1"),
         ({"eval__lengths": ()}, "eval.lengths must be whole numbers of at least 1"),
         ({"eval__lengths": (4, 0)}, "eval.lengths must be whole numbers of at least 1"),
         ({"eval__max_examples": 0}, "eval.max_examples must be at least 1"),
