@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas import chunked_gpu, chunked_tpu, common, wy_gpu
+from kernels_pallas import chunked_tpu, common, recurrence_gpu, wy_gpu
 
 
 def _inverse(m):
@@ -156,7 +156,7 @@ def delta_rule(q, k, v, beta, log_decay=None, h0=None, *, platform, interpret=Fa
         exact = any(x.dtype != jnp.bfloat16 for x in (q, k, v))
         log_decay = log_decay.astype(f32)
         u, w = wy_gpu.corrections(log_decay, beta.astype(f32), k, v, exact, interpret)
-        return chunked_gpu.recurrence(
+        return recurrence_gpu.recurrence(
             log_decay, q, k, u, w, first, dtype=dtype, exact=exact, name="delta",
             interpret=interpret,
         )  # fmt: skip

@@ -10,7 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas import chunked_gpu, chunked_tpu, common
+from kernels_pallas import chunked_tpu, common, recurrence_gpu
 
 
 def _chunk(log_decay, x, b, c, state, *, exact):
@@ -99,7 +99,7 @@ def ssd(x, log_decay, B, C, h0=None, *, platform, interpret=False):
 
     dtype = x.dtype
     if platform == "gpu":
-        y, last = chunked_gpu.recurrence(
+        y, last = recurrence_gpu.recurrence(
             log_decay.astype(jnp.float32), C, B, x, None,
             first.astype(jnp.float32).swapaxes(2, 3), dtype=dtype,
             exact=any(v.dtype != jnp.bfloat16 for v in (x, B, C)), name="ssd", interpret=interpret,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas import chunked_gpu, delta_rule, ssd
+from kernels_pallas import delta_rule, recurrence_gpu, ssd
 from tests.kernels_pallas import checks, test_delta, test_ssd
 from tests.reference import kernels as reference
 
@@ -90,7 +90,7 @@ def test_decay_of_zero_and_equal_keys():
 
 def test_one_piece_per_number_is_not_enough_for_float32(monkeypatch):
     """The tolerance of the float32 checks tells six products from one."""
-    monkeypatch.setattr(chunked_gpu, "EXACT", 1)
+    monkeypatch.setattr(recurrence_gpu, "EXACT", 1)
     args = test_ssd.inputs((1, 3, 2, 3, 1, 2))
     with pytest.raises(AssertionError, match="output 0: error"):
         checks.assert_close(run("ssd")(*args), reference.ssd(*args), 1e-5)
