@@ -208,7 +208,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         if f"{rival}: {kind}" in rows
     }
     for name, ratio in ratios.items():
-        console.print(f"  {name}: {ratio:.2f}x faster", highlight=False)
+        console.print(f"  {name}: {ratio:.2f} times the speed", highlight=False)
     console.print(
         "  GFLOP/s counts the matrix products; training counts each three times (forward, and two "
         "of its size backward).",
