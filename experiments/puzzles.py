@@ -2,7 +2,8 @@
 
 A puzzle is a block of lines, one row of the grid each, or one line with all its cells; blocks are
 separated by empty lines. Sudoku: digits, `.` or 0 for a blank; spaces and `|`, `-`, `+` drawn
-between boxes are skipped, and so are lines that begin with `#`. Mazes: `#` walls, spaces, S and G.
+between boxes are skipped, and so are lines that begin with `#`. Mazes: `#` walls, spaces, S and G;
+a line of spaces is a row.
 """
 
 from __future__ import annotations
@@ -77,13 +78,13 @@ def _blocks(text: str, kind: str, length: int) -> Iterator[tuple[int, list[tuple
             if raw.strip() and not row.strip("-+="):
                 continue  # a comment, or a line drawn between boxes
         whole = len(row) == length
-        if not row.strip() or whole:
+        if not row or whole:
             if rows:
                 yield rows[0][0], rows
             rows = []
-        if whole and row.strip():
+        if whole:
             yield number, [(number, row)]
-        elif row.strip():
+        elif row:  # spaces alone are a row of a maze
             rows.append((number, row))
     if rows:
         yield rows[0][0], rows

@@ -52,6 +52,10 @@ def test_mazes(tmp_path):
     (good,), bad = read(tmp_path, MAZE, "maze", 9)
     assert not bad
     assert maze.text(good.tokens) == "S ## ## G"
+    # A row without walls, and what is left of the blocks around it.
+    good, bad = read(tmp_path, "S##\n   \n##G\n\n\nS##\n   \n##G", "maze", 9)
+    assert not bad
+    assert [(p.line, maze.text(p.tokens)) for p in good] == [(1, "S##   ##G"), (6, "S##   ##G")]
     # A line with all cells, in which the walls are no comment; one that begins with a space.
     good, bad = read(tmp_path, "#S#  #  G\n S ##  G \n", "maze", 9)
     assert not bad
