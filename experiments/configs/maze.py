@@ -106,7 +106,7 @@ def _cpu() -> ConfigDict:
             },
             "task": {"name": "maze", "side": 7, "train_puzzles": 20_000, "eval_puzzles": 512},
             "train": {
-                "steps": 4000,
+                "steps": 3000,
                 "batch_size": 32,
                 "regime": "carry",
                 "window": 4,

@@ -85,7 +85,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 def _variants() -> dict[str, tuple[str, str, dict[str, Any]]]:
     """{variant: (model, group, changes)}."""
-    found = {}
+    found: dict[str, tuple[str, str, dict[str, Any]]] = {}
     for models, groups, small in (
         (PAPER_MODELS, PAPER_GROUPS, False),
         (SMALL_MODELS, SMALL_GROUPS, True),
