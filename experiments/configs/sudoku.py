@@ -43,7 +43,7 @@ RIVALS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 ALPHAS = {
-    f"cpu4_alpha_{a1}_{a2}": (a1 / 100, a2 / 100) for a1, a2 in ((25, 25), (25, 75), (75, 75))
+    f"cpu4_alpha_{a1}_{a2}": (a1 / 100, a2 / 100) for a1 in (25, 75) for a2 in (25, 75)
 }
 VARIANTS = ("fprm", "cpu4", "cpu9", *RIVALS, *ALPHAS)
 
@@ -65,6 +65,8 @@ def get_config(variant: str = "cpu4") -> ConfigDict:
     if variant in ALPHAS:
         config = _cpu4()
         config.model.alpha_1, config.model.alpha_2 = ALPHAS[variant]
+        config.train.steps = 300  # where the starts still differ
+        config.eval.every = config.checkpoint.every = 100
         return config
     raise unknown("variant", variant, VARIANTS)
 
@@ -192,7 +194,7 @@ def _cpu9() -> ConfigDict:
             ),
             "task": {"name": "sudoku", "path": "sudoku9", "split": "random"},
             "train": {
-                "steps": 4000,
+                "steps": 1000,
                 "batch_size": 16,
                 "regime": "carry",
                 "window": 4,
@@ -208,7 +210,7 @@ def _cpu9() -> ConfigDict:
                 "clip_norm": 1.0,
             },
             "ema": 0.995,
-            "eval": {"every": 1000, "lengths": (81,), "max_examples": 600, "batch_size": 100},
+            "eval": {"every": 500, "lengths": (81,), "max_examples": 600, "batch_size": 100},
             "checkpoint": {"every": 500, "keep": 2},
         }
     )
