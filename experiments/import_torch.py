@@ -14,6 +14,7 @@ by default the paper's config for the checkpoint's vocabulary. Afterwards:
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -73,19 +74,25 @@ class Mapped:
       options: model options that follow from the arrays.
       ignored: names that hold nothing that is learned.
       unmatched: names that we have no place for.
+      starts: names of a fixed start of FPRM, which is left out.
     """
 
     params: Tensors
     options: dict[str, Any]
     ignored: list[str]
     unmatched: list[str]
+    starts: list[str] = dataclasses.field(default_factory=list)
 
 
-def state_dict(content: Any, weights: str, path: Path) -> Tensors:
+def state_dict(content: Any, weights: str, path: Path) -> tuple[Tensors, str]:
     """The arrays of a checkpoint, averaged ones over the others if `weights` is "ema".
 
+    Returns:
+      The arrays and what they are: "ema", "model", or "unnamed" where the file has one set of
+      weights and does not say whether it is an average.
+
     Raises:
-      UserError: it holds no state dict, or no averaged weights though asked for.
+      UserError: it holds no state dict.
     """
     if not isinstance(content, Mapping):
         raise UserError(f"{path} holds {type(content).__name__}, not a state dict")
@@ -100,7 +107,9 @@ def state_dict(content: Any, weights: str, path: Path) -> Tensors:
         raise UserError(f"{path} has no state dict; it holds {held}")
     plain, averaged = _unwrap(plain), _unwrap(averaged)
     # An average holds parameters only: buffers are those of the model.
-    return plain | averaged if weights == "ema" else plain or averaged
+    if averaged and (weights == "ema" or not plain):
+        return plain | averaged, "ema"
+    return plain, "model" if averaged else "unnamed"
 
 
 def _tensors(value: Any) -> Tensors:
@@ -192,14 +201,13 @@ def map_names(model: str, tensors: Tensors) -> Mapped:
         block, left = block_params(mine)
         params |= {f"layers_0/{ours}{name}": value for name, value in block.items()}
         unmatched += [prefix + name for name in left]
-    starts = [rest.pop(n) for n in ("H_init", "L_init") if n in rest]
-    if starts and model == "fprm":
-        # Its solver draws the start anew for each sample.
-        ignored += [n for n in ("H_init", "L_init") if n in tensors]
-    elif starts:
+    names = [n for n in ("H_init", "L_init") if n in rest]
+    starts = [rest.pop(n) for n in names]
+    if starts and model != "fprm":
         params["layers_0/start"] = np.stack([start.reshape(-1) for start in starts])
     options = _options(model, params, block, len(starts))
-    return Mapped(params, options, ignored, sorted([*unmatched, *rest]))
+    left_out = names if model == "fprm" else []
+    return Mapped(params, options, ignored, sorted([*unmatched, *rest]), left_out)
 
 
 def _network(model: str, prefix: str) -> str:
@@ -339,19 +347,30 @@ def import_checkpoint(argv: Sequence[str]) -> str:
     folder, checkpoint = Path(given["workdir"]), Path(given["checkpoint"])
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"--workdir={folder} is not empty; give a new directory")
-    tensors = state_dict(torch_files.read(checkpoint), given["weights"], checkpoint)
+    tensors, kind = state_dict(torch_files.read(checkpoint), given["weights"], checkpoint)
     mapped = map_names(given["model"], tensors)
     spec = str(values["config"].value or "")
     config = make_config(given["model"], mapped, spec, overrides, rest)
     check_shapes(config, mapped)
+    if kind != "ema":
+        config["ema"] = 0.0  # These weights are not known to be an average.
+    with checkpoint.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
     folder.mkdir(parents=True, exist_ok=True)
     write_weights(folder / "weights.npz", registry.unflatten(mapped.params))
     write_json(folder / "config.json", config)
+    source = {"file": checkpoint.name, "sha256": digest, "weights": kind}
+    write_json(folder / "imported.json", source)
     write_atomically(folder / "config.py", lambda p: p.write_text(CONFIG_PY))
     size = sum(a.size for a in mapped.params.values())
     told = [f"imported {size:,} parameters of {given['model']} from {checkpoint} into {folder}"]
     if mapped.ignored:
         told.append(f"not needed here: {', '.join(mapped.ignored)}")
+    if mapped.starts:
+        told.append(
+            f"a fixed start of FPRM is not imported ({', '.join(mapped.starts)}): its solver draws "
+            "the start anew for each example"
+        )
     if config["task"]["name"] == "arc":
         told.append(
             "the rows of the puzzle embedding keep the authors' numbering of tasks, which is not "

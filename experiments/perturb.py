@@ -45,7 +45,7 @@ def random_caps(options: Options, keys: jax.Array, most: int) -> jax.Array | Non
 
 
 def drop_weights(params: PyTree, rate: float, key: jax.Array) -> PyTree:
-    """DropConnect: sets a share `rate` of the looped layers' matrix entries to 0, scales the rest.
+    """DropConnect: sets a share `rate` of the layers' matrix entries to 0, scales the rest.
 
     One draw holds for all samples and iterations of a step, so that f stays one function. Dropped
     entries get no gradient. Biases, norms and what else weight decay spares are left alone.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from experiments.checkpoint import Checkpoints
 from experiments.context import Run
 from experiments.errors import UserError
 from experiments.evaluate import METRICS, Evaluator
+from experiments.identity import data_line
 from experiments.progress import duration
 from experiments.steps import TrainState, averaged, init_state
 from experiments.workdir import read_metrics, write_json
@@ -31,6 +33,24 @@ from fpr import registry
 
 Results = Mapping[int, Mapping[str, Any]]
 Scales = Mapping[str, tuple[float, np.ndarray]]
+
+# What `weights` of result.json says: of a run trained here, and of imported weights by their kind.
+AVERAGED, LAST = "averaged (EMA)", "last"
+IMPORTED = {"ema": AVERAGED, "model": LAST, "unnamed": "the only ones in the imported file"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Where the evaluated weights come from.
+
+    Attributes:
+      data: identity of the data that they were trained on, None where that is not known.
+      imported: content of imported.json, which `experiments.import_torch` writes; None for a run
+        trained here.
+    """
+
+    data: Mapping[str, Any] | None
+    imported: Mapping[str, Any] | None = None
 
 
 # Overrides of these do not change what is measured.
@@ -51,7 +71,7 @@ def evaluate_checkpoint(
       UserError: there is no checkpoint that can be read, and no imported weights.
     """
     changed = changed or {}
-    state = _restore(run, changed)
+    state, origin = _restore(run, changed)
     records = read_metrics(run.path / "metrics.jsonl")
     run.clock.continue_from(records)
     overrides = {k: v for k, v in changed.items() if not k.startswith(NOT_MEASURED)}
@@ -60,10 +80,11 @@ def evaluate_checkpoint(
         path.mkdir(parents=True, exist_ok=True)
         run = dataclasses.replace(run, path=path)
         records = []  # The training curves are the run's, not this evaluation's.
-    return finish(run, state, Evaluator(run)(averaged(state)), records, overrides)
+    return finish(run, state, Evaluator(run)(averaged(state)), records, origin, overrides)
 
 
-def _restore(run: Run, changed: Mapping[str, tuple[Any, Any]]) -> TrainState:
+def _restore(run: Run, changed: Mapping[str, tuple[Any, Any]]) -> tuple[TrainState, Origin]:
+    """The newest checkpoint or the imported weights, and where they come from."""
     config = run.config
     if not (run.path / "checkpoints").is_dir() and (run.path / "weights.npz").is_file():
         try:
@@ -71,7 +92,10 @@ def _restore(run: Run, changed: Mapping[str, tuple[Any, Any]]) -> TrainState:
         except ValueError as error:
             raise UserError(str(error)) from error
         run.progress.say("evaluating weights.npz, which was not trained here")
-        return TrainState(jnp.zeros((), jnp.int32), params, None, None, None)
+        file = run.path / "imported.json"
+        imported = json.loads(file.read_text()) if file.is_file() else {}
+        state = TrainState(jnp.zeros((), jnp.int32), params, None, None, None)
+        return state, Origin(None, imported)
     # The checkpoint has the shapes of the trained run, whatever data it is evaluated on.
     trained = {k.removeprefix("task."): v[0] for k, v in changed.items() if k.startswith("task.")}
     task = tasks.build({**config["task"], **trained}, config["seed"]) if trained else run.task
@@ -84,7 +108,7 @@ def _restore(run: Run, changed: Mapping[str, tuple[Any, Any]]) -> TrainState:
         raise UserError(f"nothing to evaluate: {run.path} holds no checkpoint that can be read")
     step, state = restored
     run.progress.say(f"evaluating the checkpoint of step {step}")
-    return state
+    return state, Origin(task.identity("train"))
 
 
 def override_name(overrides: Mapping[str, tuple[Any, Any]]) -> str:
@@ -105,6 +129,7 @@ def finish(
     state: TrainState,
     results: Results,
     records: Sequence[Mapping[str, Any]],
+    origin: Origin,
     overrides: Mapping[str, tuple[Any, Any]] | None = None,
 ) -> dict[str, Any]:
     """Writes result.json and the figures, prints the table; returns result.json's content.
@@ -114,6 +139,7 @@ def finish(
       state: its last state.
       results: metrics by length, from `Evaluator`, which has left samples.npz in `run.path`.
       records: the content of metrics.jsonl.
+      origin: where its weights come from.
       overrides: {key: (value of the trained run, value here)} of an evaluation.
     """
     config, clock, params = run.config, run.clock, averaged(state)
@@ -121,16 +147,18 @@ def finish(
     scales = residual_scales(config["model"], params)
     device = jax.devices()[0]
     names = next(iter(results.values()))
+    imported, trained = origin.imported or {}, AVERAGED if config["ema"] else LAST
     content: dict[str, Any] = {
         "model": config["model"]["name"],
         "parameters": sum(a.size for a in jax.tree.leaves(params)),
         "step": int(state.step),
-        "weights": "averaged (EMA)" if config["ema"] else "last",
+        "weights": IMPORTED.get(imported.get("weights", ""), trained),
+        "imported": imported or None,
         "seed": config["seed"],
         "overrides": {k: {"trained": a, "here": b} for k, (a, b) in (overrides or {}).items()},
         "task": config["task"],
         "solver": config["model"]["solver"]["eval"],
-        "data": {split: run.task.identity(split) for split in ("train", "eval")},
+        "data": {"train": origin.data, "eval": run.task.identity("eval")},
         **{name: {n: r[name] for n, r in results.items()} for name in names},
         "metrics": {k: v for k, v in METRICS.items() if any(n.startswith(k) for n in names)},
         "budget": curves,
@@ -158,6 +186,8 @@ def finish(
         if headline := getattr(run.task, "headline", ()):  # what the task's own score comes to
             said = ", ".join(f"{name.replace('_', ' ')} {r[name]:.4g}" for name in headline)
             say(f"length {length}: {said}")
+    examples = [r["examples"] for r in results.values()]
+    say(data_line(origin.data, content["data"]["eval"], examples))
     # A fixed number of loops is not a solve that could fail.
     fixed_loops = config["model"]["solver"]["eval"]["halting"] == "never"
     for length, r in results.items():

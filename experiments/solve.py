@@ -6,7 +6,9 @@
 Prints each puzzle with its answer, the solver's steps, whether it converged and whether the answer
 is valid by the puzzle's own rules. --picture draws the first puzzle and its residual over the
 iterations; --animation its answer after each of them. `experiments.puzzles` says how puzzles are
-written. Exit codes: 0 every answer is valid, 1 some are not, 2 a mistake in the command or input.
+written. Every solve starts from one and the same z0, while evaluation draws one for each example,
+so that steps can differ from those of an evaluation. Exit codes: 0 every answer is valid, 1 some
+are not, 2 a mistake in the command or input.
 """
 
 from __future__ import annotations

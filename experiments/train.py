@@ -24,7 +24,7 @@ from experiments.errors import UserError
 from experiments.evaluate import Evaluator
 from experiments.prefetch import Prefetch
 from experiments.progress import line
-from experiments.result import finish
+from experiments.result import Origin, finish
 from experiments.steps import TrainState, averaged, init_state, make_train_step
 from experiments.workdir import MetricsLog, write_weights
 
@@ -69,7 +69,8 @@ def train(run: Run) -> dict[str, Any]:
                 checkpoints.wait()
             # From here on a signal may end the program: rerunning it comes back to this line.
             results = loop.results or loop.evaluate(steps, state)
-            return finish(run, state, results, log.records)
+            origin = Origin(run.task.identity("train"))
+            return finish(run, state, results, log.records, origin)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import ClassVar
 
 import numpy as np
 
@@ -122,6 +123,8 @@ class Arc:
       on_error: "stop" at a bad task or "skip" it.
       seed: of the augmentations and the order.
     """
+
+    headline: ClassVar[tuple[str, ...]] = ("pass_at_2", "puzzle_accuracy")
 
     path: str = "arc-agi-1"
     augmentations: int = 1000

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -251,6 +252,12 @@ class Maze:
       on_error: "stop" at bad rows of a file or "skip" them.
       seed: of the order and of the generated training mazes; evaluation mazes do not depend on it.
     """
+
+    headline: ClassVar[tuple[str, ...]] = (
+        "puzzle_accuracy",
+        "cell_accuracy",
+        "valid_solution",
+    )
 
     path: str = ""
     side: int = 10

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -98,6 +99,11 @@ def symmetry_draws(box: int) -> int:
 class Sudoku:
     """Sudokus from a file.
 
+    To evaluate a trained run on every puzzle of a CSV file of your own, make a folder with the file
+    as test.csv and, as nothing is trained, any CSV with grids of that size as train.csv:
+    `--mode=eval --config.task.path=FOLDER --config.task.split=given`, with `eval.max_examples` as
+    large as the file.
+
     Attributes:
       path: a shipped set ("sudoku4", "sudoku9"), a CSV file, or a folder with train.csv and
         test.csv (the layout of Sudoku-Extreme).
@@ -111,6 +117,12 @@ class Sudoku:
       on_error: "stop" at bad rows or "skip" them.
       seed: of the order, the disguises and the sample of training puzzles.
     """
+
+    headline: ClassVar[tuple[str, ...]] = (
+        "puzzle_accuracy",
+        "cell_accuracy",
+        "valid_solution",
+    )
 
     path: str = "sudoku9"
     split: str = "random"

@@ -1,5 +1,6 @@
 """State dicts with the authors' names and the golden arrays' block weights, in both formats."""
 
+import hashlib
 import json
 import os
 import pathlib
@@ -155,6 +156,10 @@ def test_ema_weights_buffers_and_other_types(tmp_path, monkeypatch, capsys):
     for weights in ("ema", "model"):
         more = (*flags, f"--weights={weights}")
         assert command(tmp_path / "x.pth", tmp_path / weights, "fprm", *more) == 0
+        told = json.loads((tmp_path / weights / "imported.json").read_text())
+        assert (told["file"], told["weights"]) == ("x.pth", weights)
+        config = json.loads((tmp_path / weights / "config.json").read_text())
+        assert (config["ema"] > 0) == (weights == "ema")
     assert "attn_mask" in capsys.readouterr().out
     averaged, plain_ = (fpr.load(tmp_path / weights)[1] for weights in ("ema", "model"))
     kernel = np.asarray(plain_["lm_head"]["kernel"])
@@ -248,6 +253,16 @@ def test_an_unknown_layout_is_refused_by_name(tmp_path, capsys, good, change, me
     assert not (tmp_path / "run").exists()
 
 
+def test_a_fixed_start_of_fprm_is_named_and_left_out(tmp_path, capsys, good):
+    safetensors.save_file(good, tmp_path / "x.safetensors")
+    flags = ["--config.model.num_heads=4", "--config.model.num_registers=2"]
+    flags += ["--config.model.residual_scale=none", "--config.model.conv=none"]
+    assert command(tmp_path / "x.safetensors", tmp_path / "run", "fprm", *flags) == 0
+    out = capsys.readouterr().out
+    assert "a fixed start of FPRM is not imported (H_init, L_init)" in out
+    assert "layers_0/start" not in flatten(fpr.load(tmp_path / "run")[1])
+
+
 def test_one_start_is_the_single_state_variant(tmp_path, good):
     del good["L_init"]
     safetensors.save_file(good, tmp_path / "x.safetensors")
@@ -275,7 +290,7 @@ def test_a_file_without_a_state_dict(tmp_path, monkeypatch, capsys):
     assert "has no state dict; it holds epoch, weights" in capsys.readouterr().err
 
 
-def test_an_imported_run_can_be_evaluated(tmp_path, fast_compile):
+def test_an_imported_run_can_be_evaluated(tmp_path, capsys, fast_compile):
     block = network() | {"conv.weight": random(D, 1, 3, 3)}
     block |= {"alpha_1_param": random(D), "alpha_2_param": random(D)}
     tensors = {k: v for k, v in ends(vocab=6).items() if k != "puzzle_emb.weights"}
@@ -290,6 +305,20 @@ def test_an_imported_run_can_be_evaluated(tmp_path, fast_compile):
     result = json.loads((workdir / "result.json").read_text())
     assert result["examples"] == {"16": 4}
     assert result["data"]["eval"]["file"] == "sudoku4.csv.gz"
+    assert result["data"]["train"] is None
+    # One set of weights in the file: nothing says whether it is an average.
+    digest = hashlib.sha256((tmp_path / "x.safetensors").read_bytes()).hexdigest()
+    assert result["imported"] == {
+        "file": "x.safetensors", "sha256": digest, "weights": "unnamed",
+    }  # fmt: skip
+    assert result["weights"] == "the only ones in the imported file"
+    assert json.loads((workdir / "config.json").read_text())["ema"] == 0.0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "data: sudoku4.csv.gz n=4 of 471" in printed
+    assert "training data unknown (imported weights)" in printed
+    said = [line for line in printed.split("length 16: ") if line.startswith("puzzle accuracy")]
+    assert ", cell accuracy " in said[0]
+    assert ", valid solution " in said[0]
     assert result["solver_steps_max"]["16"] <= 4
     assert 0 <= result["blank_accuracy"]["16"] <= 1
     assert result["budget"]["16"]["iterations"] == [1, 2, 3, 4]

@@ -168,10 +168,14 @@ def test_train_then_evaluate_again(command, capsys, tmp_path):
         "--config.model.solver.eval.max_steps=3", "--config.task.train_sequences=50",
     )  # fmt: skip
     assert command(*flags) == 0
+    assert "data: S3 n=6; trained on S3 n=endless" in capsys.readouterr().out
     (folder,) = (path / "evaluations").glob("solver.eval.decay=0.5*")
     evaluated = json.loads((folder / "result.json").read_text())
     assert evaluated["solver"]["decay"] == 0.5
-    assert evaluated["data"]["train"] != trained["data"]["train"]
+    # What it was trained on does not change with the data it is evaluated on.
+    assert evaluated["task"]["train_sequences"] == 50
+    assert evaluated["data"]["train"] == trained["data"]["train"]
+    assert evaluated["imported"] is None
     assert max(evaluated["solver_steps_max"].values()) <= 3
     assert {p.name for p in folder.iterdir()} >= {"samples.npz", "budget.png", "halting.png"}
     assert json.loads((path / "result.json").read_text()) == again
