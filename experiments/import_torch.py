@@ -201,7 +201,7 @@ def map_names(model: str, tensors: Tensors) -> Mapped:
         block, left = block_params(mine)
         params |= {f"layers_0/{ours}{name}": value for name, value in block.items()}
         unmatched += [prefix + name for name in left]
-    names = [n for n in ("H_init", "L_init") if n in rest]
+    names: list[str] = [n for n in ("H_init", "L_init") if n in rest]
     starts = [rest.pop(n) for n in names]
     if starts and model != "fprm":
         params["layers_0/start"] = np.stack([start.reshape(-1) for start in starts])

@@ -2,9 +2,10 @@
 
     python -m experiments.report TABLE --runs=DIR [DIR ...] [--out=DIR]
 
-TABLE is one of `experiments.tables.TABLES`. A DIR is a workdir, one of its `evaluations/`, or a
-folder of workdirs. Runs that differ in nothing but their seed share a line: median, range and
-number of seeds. The table and its figure go to --out (default: reports) as TABLE.md and TABLE.png.
+TABLE is one of `experiments.tables.TABLES`. A DIR is a workdir, one of its evaluations, the folder
+`evaluations/` of them, or a folder of workdirs. Runs that differ in nothing but their seed share a
+line: median, range and number of seeds. The table and its figure go to --out (default: reports) as
+TABLE.md and TABLE.png.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,15 +27,16 @@ from rich.text import Text
 from experiments import config as configs
 from experiments import plots
 from experiments.errors import UserError, unknown
+from experiments.identity import data_name
 from experiments.tables import TABLES, Row, Table
 
-# These differ between runs of one line.
+# These differ between runs of one line, unless an evaluation of the row overrides them.
 NOT_TOLD = ("seed", "eval.", "checkpoint.", "train.log_every")
 COLUMNS = (
     "model", "length", "paper", "ours", "seeds", "layers", "MFLOPs", "parameters", "apart by",
     "data",
 )  # fmt: skip
-SHOWN = 6  # columns on the terminal; the page has them all
+SHOWN = 7  # columns on the terminal, with the data below the model; the page has them all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,9 +52,17 @@ class Finished:
         """Evaluated lengths, ascending."""
         return sorted(int(n) for n in self.result["examples"])
 
-    def signature(self) -> Mapping[str, Any]:
-        """The config without what may differ within a line."""
-        return {k: v for k, v in self.config.items() if not k.startswith(NOT_TOLD)}
+    def signature(self, overridden: Collection[str]) -> Mapping[str, Any]:
+        """The config without what may differ within a line, and the hash of the evaluated data.
+
+        Args:
+          overridden: keys that are kept, as an evaluation has another value of them than its run.
+        """
+        kept = {
+            k: v for k, v in self.config.items() if k in overridden or not k.startswith(NOT_TOLD)
+        }
+        digest = self.result.get("data", {}).get("eval", {}).get("sha256")
+        return kept | ({"task.sha256": str(digest)[:8]} if digest else {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +95,8 @@ def find(paths: Iterable[str]) -> tuple[list[Finished], list[str]]:
     Raises:
       UserError: a directory does not exist.
     """
-    found, notes = [], []
+    found: dict[Path, Finished] = {}
+    notes = []
     for text in paths:
         folder = Path(text)
         if not folder.is_dir():
@@ -93,21 +104,24 @@ def find(paths: Iterable[str]) -> tuple[list[Finished], list[str]]:
         mine = [folder] if (folder / "config.json").exists() else []
         mine += [folder] if not mine and (folder / "result.json").exists() else []
         mine = mine or sorted(p.parent for p in folder.glob("*/config.json"))
+        mine = mine or sorted(p.parent for p in folder.glob("*/result.json"))  # evaluations/
         if not mine:
             notes.append(f"{text}: no run here (no config.json)")
         for path in mine:
             try:
-                found.append(_read(path))
+                found.setdefault(path.resolve(), _read(path))
+            except FileNotFoundError as error:
+                notes.append(f"{path}: no {Path(str(error.filename)).name} yet")
             except (OSError, ValueError, KeyError) as error:
-                why = "no result.json yet" if isinstance(error, FileNotFoundError) else repr(error)
-                notes.append(f"{path}: {why}")
-    return found, notes
+                notes.append(f"{path}: {error!r}")
+    return list(found.values()), notes
 
 
 def _read(path: Path) -> Finished:
     result = json.loads((path / "result.json").read_text())
     home = path if (path / "config.json").exists() else path.parent.parent
-    config = configs.flatten(json.loads((home / "config.json").read_text()))
+    # Keys that are newer than the run have their defaults.
+    config = configs.flatten(configs.complete(json.loads((home / "config.json").read_text())))
     for key, change in result.get("overrides", {}).items():
         here = change["here"]
         config[key] = tuple(here) if isinstance(here, list) else here
@@ -120,11 +134,12 @@ def lines(table: Table, runs: Sequence[Finished]) -> list[Line]:
     found = []
     for row in table.rows:
         groups: dict[str, list[Finished]] = {}
-        for run in runs:
-            if row.matches(run.config) and metric_of(table, run):
-                key = json.dumps(run.signature(), sort_keys=True, default=str)
-                groups.setdefault(key, []).append(run)
-        signatures = [group[0].signature() for group in groups.values()]
+        mine = [run for run in runs if row.matches(run.config) and metric_of(table, run)]
+        overridden = {key for run in mine for key in run.result.get("overrides", {})}
+        for run in mine:
+            key = json.dumps(run.signature(overridden), sort_keys=True, default=str)
+            groups.setdefault(key, []).append(run)
+        signatures = [group[0].signature(overridden) for group in groups.values()]
         for signature, group in zip(signatures, groups.values()):
             apart = ", ".join(_apart(signature, signatures))
             shared = set.intersection(*(set(run.lengths) for run in group))
@@ -183,42 +198,38 @@ def cells(line: Line) -> tuple[str, ...]:
         median("flops_per_example_mean", 1e-6),
         f"{results[0]['parameters']:,}",
         line.apart,
-        data_name(results[0].get("data", {}).get("eval", {})),
+        data_name(
+            results[0].get("data", {}).get("eval", {}), [r["examples"][length] for r in results]
+        ),
     )
 
 
-def data_name(identity: Mapping[str, Any]) -> str:
-    """Data in a few words: file or name, size, and the first characters of its hash."""
-    names = [identity.get(key) for key in ("file", "name", "group", "language", "task")]
-    parts = [str(next((n for n in names if n), ""))]
-    if isinstance(identity.get("generator"), Mapping):
-        parts.append(",".join(f"{k}={v}" for k, v in identity["generator"].items()))
-    if identity.get("size"):
-        parts.append(f"n={identity['size']}")
-    if identity.get("sha256"):
-        parts.append(str(identity["sha256"])[:8])
-    return " ".join(part for part in parts if part)
-
-
 def terminal(table: Table, rows: Sequence[tuple[str, ...]]) -> Grid:
-    """The table for a terminal: fewer columns, and each label once."""
-    grid = Grid(title=table.title, box=box.SIMPLE_HEAD, title_justify="left")
+    """The table for a terminal: fewer columns, and each label once, with its data below."""
+    grid = Grid(
+        title=table.title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False,
+        collapse_padding=True,
+    )  # fmt: skip
     for name in COLUMNS[:SHOWN]:
         left = name in ("model", "paper")
-        width = 20 if name == "model" else None
+        width = 16 if name == "model" else None
         grid.add_column(
-            name, justify="left" if left else "right", no_wrap=not left, min_width=width
-        )
-    last = ("", "")
+            name, justify="left" if left else "right", no_wrap=not left, min_width=width,
+            overflow="fold" if left else "ellipsis",
+        )  # fmt: skip
+    last = ("", "", "")
     for row in rows:
-        label, paper, apart = row[0], row[2], row[COLUMNS.index("apart by")]
+        label, paper, apart, data = (row[0], row[2], *row[-2:])
         if label == last[0]:
             paper = ""  # the paper's number stands on the first line of a row
-        if (label, apart) == last:
+        below = [text for text in (*apart.split(", "), data) if text]
+        if (label, apart, data) == last:
             label = ""
-        elif apart:
-            label = "\n  ".join(([] if label == last[0] else [label]) + apart.split(", "))
-        last = (row[0], apart)
+        elif label == last[0]:
+            label = "  " + "\n  ".join(below)
+        else:
+            label = "\n  ".join([label, *below])
+        last = (row[0], apart, data)
         grid.add_row(*(Text(text) for text in (label, row[1], paper, *row[3:SHOWN])))
     return grid
 

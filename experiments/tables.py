@@ -230,27 +230,37 @@ WORD_PROBLEM = Table(
     note="every running product of a sequence right; paper, A5 and S5 trained at 16: in words.",
     figure="length",
 )
+
+
+def _cap(label: str, paper: str, where: Mapping[str, Any]) -> Row:
+    rnns = {"fp_mamba", "fp_mamba2", "fp_rnn"}
+    return Row(label, paper, {"task.name": "word_problem", "model.name": rnns, **where})
+
+
 CAPS = Table(
     title="Word problems: cap on the solver in training",
     metric=("sequence_accuracy",),
     lengths=every,
-    rows=tuple(
-        Row(
-            f"cap {cap}",
-            "falls when the cap is < 16" if cap < 16 else "",
-            {
-                "task.name": "word_problem",
-                "model.name": {"fp_mamba", "fp_mamba2", "fp_rnn"},
-                "model.solver.train.max_steps": cap,
-            },
-        )
-        for cap in (2, 4, 8, 16, 32)
+    rows=(
+        *(
+            _cap(
+                f"cap {cap}",
+                "falls when the cap is < 16" if cap < 16 else "",
+                {"model.solver.train.max_steps": cap, "train.random_cap.distribution": "none"},
+            )
+            for cap in (2, 4, 8, 16, 32)
+        ),
+        _cap(
+            "a random cap for each sequence, gamma", "", {"train.random_cap.distribution": "gamma"}
+        ),
     ),
-    note="model.solver.train.max_steps of fixed-point RNNs; paper: A5 and S5 trained at 16.",
+    note="model.solver.train.max_steps of fixed-point RNNs, and train.random_cap below it; paper: "
+    "A5 and S5 trained at 16.",
     figure="length",
 )
 
 _SUDOKU = {"task.name": "sudoku"}
+_FPRM = {"model.name": "fprm", "model.base": "transformer"}  # the paper's own base
 _NEVER: frozenset[str] = frozenset()  # a row for which the paper cites other papers
 
 
@@ -259,7 +269,8 @@ def _reasoners(task: str, where: Mapping[str, Any], paper: Mapping[str, str]) ->
     for label, number in paper.items():
         name = ours.get(label, _NEVER)
         cited = "" if label in ours else " (cited)"
-        yield Row(f"{task}: {label}{cited}", number, {**where, "model.name": name})
+        model = _FPRM if name == "fprm" else {"model.name": name}
+        yield Row(f"{task}: {label}{cited}", number, {**where, **model})
 
 
 REASONERS = Table(
@@ -312,7 +323,7 @@ def _state_tracking() -> tuple[Row, ...]:
         ("TRM + convolution", "S5"): "97.2",
     }
     models: dict[str, dict[str, Any]] = {
-        "FPRM": {"model.name": "fprm"},
+        "FPRM": _FPRM,
         "TRM": {"model.name": "trm", "model.conv": "none"},
         "TRM + convolution": {"model.name": "trm", "model.conv": "conv1d"},
     }
@@ -345,13 +356,13 @@ ALPHAS = Table(
         Row(
             f"({a1}, {a2})",
             {(0.75, 0.25): "94.23", (0.25, 0.25): "83.44"}.get((a1, a2), ""),
-            {**_SUDOKU, "model.name": "fprm", "model.alpha_1": a1, "model.alpha_2": a2},
+            {**_SUDOKU, **_FPRM, "model.alpha_1": a1, "model.alpha_2": a2},
         )
-        for a1 in (0.25, 0.5, 0.75)
-        for a2 in (0.25, 0.5, 0.75)
+        for a1 in (0.25, 0.75)
+        for a2 in (0.25, 0.75)
     ),
     scale=100,
-    note="percent of whole puzzles; paper: Sudoku-Extreme.",
+    note="percent of whole puzzles; paper: Sudoku-Extreme (9×9); compare only the same data.",
 )
 COMPARISON = Table(
     title="Reasoners and Transformers on Sudoku at an equal budget",
@@ -361,7 +372,18 @@ COMPARISON = Table(
         Row(
             "FPRM",
             "94.2",
-            {**_SUDOKU, "model.name": "fprm", "model.alpha_1": 0.75, "model.alpha_2": 0.25},
+            {**_SUDOKU, **_FPRM, "model.alpha_1": 0.75, "model.alpha_2": 0.25},
+        ),
+        Row(
+            "FPRM with another base",
+            "",
+            {
+                **_SUDOKU,
+                "model.name": "fprm",
+                "model.base": {"mlp_mixer", "cnn", "mamba", "fp_rnn"},
+                "model.alpha_1": 0.75,
+                "model.alpha_2": 0.25,
+            },
         ),
         Row("TRM", "74.7", {**_SUDOKU, "model.name": "trm"}),
         Row("HRM", "55.0", {**_SUDOKU, "model.name": "hrm"}),
@@ -369,7 +391,8 @@ COMPARISON = Table(
         Row("deep Transformer", "", {**_SUDOKU, "model.name": "transformer"}),
     ),
     scale=100,
-    note="percent of whole puzzles, with the effective layers and FLOPs that each spends.",
+    note="percent of whole puzzles, with the effective layers and FLOPs that each spends; paper: "
+    "Sudoku-Extreme (9×9); compare only the same data.",
     figure="budget",
 )
 

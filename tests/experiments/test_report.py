@@ -56,7 +56,8 @@ def test_seeds_share_a_line_and_missing_rows_say_so(runs, tmp_path, capsys):
     page = (out / "comparison.md").read_text()
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
     assert [r[0].strip("| ") for r in rows] == [
-        "model", "FPRM", "FPRM", "TRM", "HRM", "looped Transformer, post-norm", "deep Transformer",
+        "model", "FPRM", "FPRM", "FPRM with another base", "TRM", "HRM",
+        "looped Transformer, post-norm", "deep Transformer",
     ]  # fmt: skip
     assert rows[1][1:6] == ["4", "94.2", "70.0 [50.0, 90.0]", "3", "7.5"]
     assert rows[2][1:6] == ["4", "94.2", "100.0", "1", "7.5"]
@@ -64,6 +65,8 @@ def test_seeds_share_a_line_and_missing_rows_say_so(runs, tmp_path, capsys):
     assert rows[2][8] == "hidden_size=16"
     assert rows[1][9].strip(" |") == "x.csv n=5 abababab"
     assert rows[3][3] == "not run"
+    assert "MFLOPs" in printed
+    assert "x.csv n=5 abababab" in printed
     assert (out / "comparison.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -82,6 +85,50 @@ def test_an_evaluation_with_overrides_is_a_line_of_its_own(tmp_path):
         ((50.0,), "solver.eval.max_steps=8"),
         ((80.0,), "solver.eval.max_steps=99"),
     ]
+
+
+def test_an_evaluation_of_more_examples_is_a_line_of_its_own(tmp_path):
+    for seed, accuracy in ((0, 0.5), (1, 0.6)):
+        run = write_run(tmp_path / f"r{seed}", sudoku(seed), puzzle_accuracy=accuracy)
+        folder = run / "evaluations" / "x"
+        folder.mkdir(parents=True)
+        result = json.loads((run / "result.json").read_text())
+        result["puzzle_accuracy"] = {"4": accuracy + 0.1}
+        result["examples"], result["data"]["eval"]["size"] = {"4": 9}, 40
+        result["overrides"] = {"eval.max_examples": {"trained": 6, "here": 9}}
+        (folder / "result.json").write_text(json.dumps(result))
+    # The folder of a run's evaluations is a --runs too, and no run counts twice.
+    paths = [tmp_path, *(tmp_path / f"r{seed}" / "evaluations" for seed in (0, 1)), run]
+    found, notes = report.find(map(str, paths))
+    assert not notes
+    lines = [line for line in report.lines(tables.COMPARISON, found) if line.runs]
+    assert [(line.values, line.apart) for line in lines] == [
+        ((50.0, 60.0), "max_examples=6"),
+        (pytest.approx((60.0, 70.0)), "max_examples=9"),
+    ]
+    assert [report.cells(line)[-1] for line in lines] == [
+        "x.csv n=5 abababab",
+        "x.csv n=9 of 40 abababab",
+    ]
+
+
+def test_runs_on_other_data_are_lines_of_their_own(tmp_path):
+    small, large = (write_run(tmp_path / n, sudoku(), puzzle_accuracy=0.5) for n in ("a", "b"))
+    result = json.loads((large / "result.json").read_text())
+    result["data"]["eval"]["sha256"] = "cd" * 32  # another file of the same name
+    (large / "result.json").write_text(json.dumps(result))
+    found, _ = report.find([str(small), str(large)])
+    lines = [line for line in report.lines(tables.COMPARISON, found) if line.runs]
+    assert [line.apart for line in lines] == ["sha256=abababab", "sha256=cdcdcdcd"]
+
+
+def test_a_config_from_before_a_key_has_its_default(tmp_path):
+    config = sudoku()
+    del config["model"]["base"]
+    write_run(tmp_path / "old", config, puzzle_accuracy=0.5)
+    found, _ = report.find([str(tmp_path / "old")])
+    (line,) = [line for line in report.lines(tables.COMPARISON, found) if line.runs]
+    assert line.row.label == "FPRM"
 
 
 def test_every_length_has_a_line_where_lengths_matter(tmp_path):
@@ -130,6 +177,9 @@ FEEDS = {
     "arc.py:fprm_arc2": [("reasoners", "ARC-2: FPRM")],
     "state_tracking.py:fprm_a5_paper": [("state_tracking", "FPRM, A5")],
     "word_problem.py:fp_mamba_small_s3_cap4": [("caps", "cap 4")],
+    "word_problem.py:fp_mamba_small_s3_gamma": [("caps", "a random cap for each sequence, gamma")],
+    "bases.py:sudoku4_cnn": [("comparison", "FPRM with another base")],
+    "bases.py:sudoku4_transformer": [("comparison", "FPRM"), ("reasoners", "Sudoku: FPRM")],
     "word_problem.py:fp_rnn_kronecker_a5": [("word_problem", "FP-RNN, Kronecker")],
     "copy.py:small_bc_lambda": [("copy", "b, c, λ")],
     "copy.py:small_gated_deltanet": [("copy", "Gated DeltaNet")],
