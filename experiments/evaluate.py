@@ -138,7 +138,9 @@ class Evaluator:
             for name, buckets in metrics.items():
                 if name.startswith("by_"):
                     for bucket in buckets:
-                        bucket["effective_layers_mean"] = scale * bucket["solver_steps_mean"]
+                        for statistic in ("median", "mean"):
+                            steps = bucket[f"solver_steps_{statistic}"]
+                            bucket[f"effective_layers_{statistic}"] = scale * steps
         return metrics
 
 

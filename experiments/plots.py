@@ -110,8 +110,12 @@ def plot_difficulty(
 ) -> Path:
     """Accuracies and effective layers against a measure of difficulty.
 
+    The median of the layers is what most examples need; a few solves that ran into the cap decide
+    on the mean, the thin line.
+
     Args:
-      buckets: from `puzzle_files.buckets`, at least one, with `effective_layers_mean`.
+      buckets: from `puzzle_files.buckets`, at least one, with `effective_layers_median` and
+        `effective_layers_mean`.
       name: the measure, such as "empties".
       path: file to write.
       title: of the figure.
@@ -127,12 +131,19 @@ def plot_difficulty(
         accuracy.annotate(str(b["examples"]), (x, 1.02), fontsize=6, ha="center")
     accuracy.set_ylim(-0.03, 1.08)
     layers = accuracy.twinx()
-    values = [b["effective_layers_mean"] for b in buckets]
-    layers.plot(at, values, color="tab:red", marker="s", label="effective layers, mean")
-    layers.set(ylabel="effective layers", ylim=(0, None))
+    median, mean = (
+        np.array([b[f"effective_layers_{statistic}"] for b in buckets])
+        for statistic in ("median", "mean")
+    )
+    # The axis is for the medians: with means of thousands they would all look alike.
+    top = min(2 * median.max(), max(median.max(), mean.max()))
+    cut = ", cut off" if mean.max() > top else ""
+    layers.plot(at, median, color="tab:red", marker="s", label="effective layers, median")
+    layers.plot(at, mean, color="tab:red", linewidth=0.6, label=f"effective layers, mean{cut}")
+    layers.set(ylabel="effective layers", ylim=(0, 1.08 * top))
     layers.spines[["top"]].set_visible(False)
     handles = [*accuracy.get_legend_handles_labels()[0], *layers.get_legend_handles_labels()[0]]
-    accuracy.legend(handles=handles, fontsize="small", loc="lower center")
+    figure.legend(handles=handles, fontsize="small", loc="outside lower center", ncols=2)
     return save(figure, path)
 
 

@@ -175,6 +175,7 @@ def test_score(tmp_path):
     assert sum(b["examples"] for b in buckets) == 4
     for bucket in buckets:  # as experiments.evaluate does, which knows the model
         bucket["effective_layers_mean"] = 2 * bucket["solver_steps_mean"]
+        bucket["effective_layers_median"] = 2 * bucket["solver_steps_median"]
     figure = plots.plot_difficulty(buckets, "path_length", tmp_path / "a.png", "title")
     assert figure.stat().st_size > 1000
 

@@ -58,6 +58,26 @@ def test_figures(tmp_path):
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_median_of_the_layers_stands_out(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plots, "save", lambda figure, path: drawn.append(figure) or path)
+    buckets = [
+        {
+            "from": i, "to": i, "examples": 9, "puzzle_accuracy": 0.5,
+            "effective_layers_median": 8.0 + i, "effective_layers_mean": 300.0,
+        }
+        for i in range(3)
+    ]  # fmt: skip
+    plots.plot_difficulty(buckets, "empties", tmp_path / "a.png", "title")
+    lines = {line.get_label(): line for axes in drawn[0].axes for line in axes.get_lines()}
+    median, mean = (lines[f"effective layers, {n}"] for n in ("median", "mean, cut off"))
+    assert list(median.get_ydata()) == [8.0, 9.0, 10.0]
+    assert list(mean.get_ydata()) == [300.0] * 3
+    assert median.axes.get_ylim()[1] < 30
+    assert mean.get_linewidth() < median.get_linewidth()
+    plots.close(drawn[0])
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0s"), (59.4, "59s"), (187, "3m07s"), (7500, "2h05m"), (-1, "0s")]
 )

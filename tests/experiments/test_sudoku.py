@@ -294,4 +294,9 @@ def test_evaluation_adds_the_rules_verdict(make_run):
     assert result["cell_accuracy"] == pytest.approx(result["token_accuracy"])
     assert 0 <= result["valid_solution"] <= 1
     assert sum(b["examples"] for b in result["by_empties"]) == 471
+    per_step = result["effective_layers_median"] / result["solver_steps_median"]
+    for bucket in result["by_empties"]:
+        for statistic in ("median", "mean"):
+            steps = bucket[f"solver_steps_{statistic}"]
+            assert bucket[f"effective_layers_{statistic}"] == pytest.approx(per_step * steps)
     assert run.task.identity("eval")["file"] == "sudoku4.csv.gz"
