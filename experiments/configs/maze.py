@@ -16,9 +16,10 @@ Variants:
 
 from ml_collections import ConfigDict
 
+from experiments.configs import _rivals
 from experiments.errors import unknown
 
-VARIANTS = ("fprm", "cpu")
+VARIANTS = ("fprm", "trm", "hrm", "cpu")
 
 
 def get_config(variant: str = "cpu") -> ConfigDict:
@@ -29,6 +30,8 @@ def get_config(variant: str = "cpu") -> ConfigDict:
     """
     if variant == "fprm":
         return _paper()
+    if variant in ("trm", "hrm"):
+        return _rivals.replace(_paper(), variant)
     if variant == "cpu":
         return _cpu()
     raise unknown("variant", variant, VARIANTS)

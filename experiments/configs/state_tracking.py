@@ -6,6 +6,8 @@ Variants:
   fprm_a5_paper, fprm_s5_paper: the paper's sizes and recipe on A5 and S5 (6,882,306 and 6,943,746
     parameters): train length 32, test length 128, batch 1024, 97,656 steps in bfloat16. Needs an
     accelerator; not run here. Paper, 320-layer budget: 98.1 ± 2.2 (A5), 98.8 ± 0.9 (S5).
+  trm_{a5,s5}_paper, trm_conv_{a5,s5}_paper: TRM and TRM with a causal convolution in their place.
+    Not run here. Paper: 45.8 and 39.4, with the convolution 91.4 and 97.2.
   fprm_s3_small: the same training on S3 with a small model (66,946 parameters), train length 16.
     Measured on two CPU cores shared with other jobs, one seed, 9 minutes (about 5.5 CPU minutes):
     sequence accuracy 1.000 at length 16, 0.992 at 32, 0.982 at 48, all solves converged, with a
@@ -28,10 +30,16 @@ Variants:
 
 from ml_collections import ConfigDict
 
+from experiments.configs import _rivals
 from experiments.errors import unknown
 
 PAPER = {"fprm_a5_paper": ("A5", 61, 0.9, 5), "fprm_s5_paper": ("S5", 121, 0.95, 10)}
-VARIANTS = (*PAPER, "fprm_s3_small", "fprm_a5_small")
+TRM = {
+    f"{rival}_{group}_paper": (rival, f"fprm_{group}_paper")
+    for rival in ("trm", "trm_conv")
+    for group in ("a5", "s5")
+}
+VARIANTS = (*PAPER, *TRM, "fprm_s3_small", "fprm_a5_small")
 
 
 def get_config(variant: str = "fprm_s3_small") -> ConfigDict:
@@ -42,6 +50,10 @@ def get_config(variant: str = "fprm_s3_small") -> ConfigDict:
     """
     if variant in PAPER:
         return _paper(*PAPER[variant])
+    if variant in TRM:
+        rival, fprm = TRM[variant]
+        # 10 calls of 2 blocks a segment: 16 segments are the budget of 320 layers.
+        return _rivals.replace(_paper(*PAPER[fprm]), rival, h_cycles=2, l_cycles=4)
     if variant == "fprm_s3_small":
         return _small()
     if variant == "fprm_a5_small":

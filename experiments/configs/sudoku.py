@@ -20,32 +20,29 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from experiments.configs import _rivals
 from experiments.errors import unknown
 from fpr.models.transformer import fixed_loops
 
-# What `cpu4` is compared with, at no fewer parameters and about the same training cost: one step of
-# FPRM runs 24 blocks (2 blocks, 4 applications, forward and backward at the cost of 3 forwards).
+PAPER_RIVALS = ("trm", "trm_single", "trm_six_levels", "hrm")
+# What `cpu4` is compared with, at about the same training cost: one step of FPRM runs 24 blocks
+# (2 blocks, 4 applications, forward and backward at the cost of 3 forwards).
 RIVALS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # 2 cycles of 3 + 1 calls forward, the last cycle backward: 32 blocks a step.
-    "cpu4_trm": (
-        {"name": "trm", "h_cycles": 2, "l_cycles": 3, "solver": fixed_loops(1, 16)},
-        {"steps": 600, "window": 1, "max_windows": 16},
-    ),
+    "cpu4_trm": ({"h_cycles": 2, "l_cycles": 3}, {"steps": 600}),
     # 8 loops, all differentiated: 48 blocks a step.
     "cpu4_looped": (
         {"name": "looped_transformer", "solver": fixed_loops(8, 8)},
         {"steps": 400, "regime": "solve"},
     ),
-    # 5 blocks of half the width, which are 6.6 blocks a step.
+    # 5 blocks of half the width, which cost as much as 6.6 of FPRM's.
     "cpu4_deep": (
         {"name": "transformer", "num_layers": 5, "hidden_size": 32, "causal": False},
         {"steps": 2900, "regime": "solve"},
     ),
 }
-ALPHAS = {
-    f"cpu4_alpha_{a1}_{a2}": (a1 / 100, a2 / 100) for a1 in (25, 75) for a2 in (25, 75)
-}
-VARIANTS = ("fprm", "cpu4", "cpu9", *RIVALS, *ALPHAS)
+ALPHAS = {f"cpu4_alpha_{a1}_{a2}": (a1 / 100, a2 / 100) for a1 in (25, 75) for a2 in (25, 75)}
+VARIANTS = ("fprm", *PAPER_RIVALS, "cpu4", "cpu9", *RIVALS, *ALPHAS)
 
 
 def get_config(variant: str = "cpu4") -> ConfigDict:
@@ -56,12 +53,14 @@ def get_config(variant: str = "cpu4") -> ConfigDict:
     """
     if variant == "fprm":
         return _paper()
+    if variant in PAPER_RIVALS:
+        return _rivals.replace(_paper(), variant)
     if variant == "cpu4":
         return _cpu4()
     if variant == "cpu9":
         return _cpu9()
     if variant in RIVALS:
-        return _rival(*RIVALS[variant])
+        return _rival(variant, *RIVALS[variant])
     if variant in ALPHAS:
         config = _cpu4()
         config.model.alpha_1, config.model.alpha_2 = ALPHAS[variant]
@@ -170,11 +169,15 @@ def _cpu4() -> ConfigDict:
     )
 
 
-def _rival(model: dict[str, Any], train: dict[str, Any]) -> ConfigDict:
+def _rival(variant: str, model: dict[str, Any], train: dict[str, Any]) -> ConfigDict:
     config = _cpu4()
-    shared = {"vocab_size": 6, "seq_len": 16, "hidden_size": 64, "num_heads": 4, "num_layers": 2}
-    config.model = ConfigDict({**shared, **model})
-    config.train = ConfigDict({"batch_size": 64, "regime": "carry", **train})
+    if variant == "cpu4_trm":
+        _rivals.replace(config, "trm", **model)
+    else:
+        shared = {"vocab_size": 6, "seq_len": 16, "hidden_size": 64, "num_heads": 4}
+        config.model = ConfigDict({**shared, "num_layers": 2, **model})
+        config.train = ConfigDict({"batch_size": config.train.batch_size})
+    config.train.update(train)
     config.eval.every = config.checkpoint.every = config.train.steps // 4
     return config
 

@@ -5,7 +5,7 @@ import pytest
 
 import fpr
 from experiments import config as configs
-from experiments.configs import bases, state_tracking, word_problem
+from experiments.configs import bases, maze, state_tracking, sudoku, word_problem
 from experiments.errors import UserError
 from experiments.tasks import groups
 
@@ -19,8 +19,10 @@ WORD_PROBLEM = [
 ]
 FILES = {
     "bases.py": bases.VARIANTS,
+    "maze.py": ["cpu"],  # The others read the user's files; below they are only built.
     "quickstart.py": [""],
     "state_tracking.py": state_tracking.VARIANTS,
+    "sudoku.py": [v for v in sudoku.VARIANTS if v.startswith("cpu")],
     "word_problem.py": WORD_PROBLEM,
 }
 ALL = [
@@ -40,6 +42,12 @@ def test_paper_sizes(variant, parameters):
     model = configs.complete(state_tracking.get_config(variant).to_dict())["model"]
     shapes = jax.eval_shape(lambda: fpr.init(model, jax.random.key(0), None))
     assert sum(a.size for a in jax.tree.leaves(shapes)) == parameters
+
+
+@pytest.mark.parametrize("module", [maze, sudoku])
+def test_paper_variants_build(module):
+    for variant in module.VARIANTS:
+        fpr.build(configs.complete(module.get_config(variant).to_dict())["model"])
 
 
 @pytest.mark.parametrize("module", [bases, state_tracking, word_problem])
