@@ -250,93 +250,149 @@ def _selective_xla_grad(u, dt, a, b_in, c_out, kept, dy, dlast):
     return du, ddt, da, db, dc, dh0
 
 
-def _selective_forms(backend: str, keep: bool, u: Array, *rest: Array) -> tuple[Array, ...]:
-    """y, the last state and, if `keep`, the states before each block, by the form of `backend`."""
+def _finish(y: Array, u: Array, ends: dict[str, Array]) -> Array:
+    """(y + D u) silu(z) in u's type, with those of "D" (D,) and "z" (B, T, D) that `ends` holds."""
+    if not ends:
+        return y
+    wide = carry_type(u.dtype)
+    y = y.astype(wide)
+    if "D" in ends:
+        y = y + ends["D"].astype(wide) * u.astype(wide)
+    if "z" in ends:
+        y = y * jax.nn.silu(ends["z"].astype(wide))
+    return y.astype(u.dtype)
 
-    h0 = rest[-1]
+
+def _selective_forms(
+    backend: str, names: tuple[str, ...], keep: bool, u: Array, *rest: Array
+) -> tuple[Array, ...]:
+    """y, the last state and, if `keep`, what the gradient needs, by the form of `backend`.
+
+    That is the states before each block and, if there is a gate, y before skip and gate.
+    """
+    h0 = rest[4]
     blocks = _scan_cpu.selective_length(u.shape[1], _CHUNK)[1]
     kept = jax.ShapeDtypeStruct((u.shape[0], blocks, *h0.shape[1:]), h0.dtype)
+    outs = [u, h0]
+    if keep:
+        outs += [kept, u] if "z" in names else [kept]
 
     def pallas(*args, platform):
-        y, last = _pallas_selective(platform, *args)
-        return (y, last, jnp.zeros_like(kept).at[:, 0].set(args[-1])) if keep else (y, last)
+        y, last = _pallas_selective(platform, names, *args)
+        # The kernel's gradient uses h0 alone of what is kept.
+        saved = (jnp.zeros_like(kept).at[:, 0].set(args[5]), jnp.zeros_like(u))
+        return (y, last, *saved)[: len(outs)]
 
-    xla = functools.partial(_selective_xla, keep=keep)
-    loop = functools.partial(_scan_cpu.selective_scan, chunk=_CHUNK, keep=keep)
-    outs = (u, h0, kept) if keep else (u, h0)
+    def finished(form):
+        def run(*args):
+            raw, last, *states = form(*args[:6])
+            y = _finish(raw, args[0], dict(zip(names, args[6:])))
+            return (y, last, *states, raw)[: len(outs)]
+
+        return run
+
+    xla = finished(functools.partial(_selective_xla, keep=keep))
+    loop = finished(functools.partial(_scan_cpu.selective_scan, chunk=_CHUNK, keep=keep))
     return dispatch(backend, loop if u.shape[1] > 1 else xla, xla, pallas, outs, u, *rest)
 
 
-def _pallas_selective(platform, u, dt, a, b_in, c_out, h0):
-    """The kernel with states as this file keeps them, channels last."""
+def _pallas_selective(platform, names, u, dt, a, b_in, c_out, h0, *ends):
+    """The kernel, skip and gate included, with states as this file keeps them, channels last."""
     import kernels_pallas
 
     h0 = h0.swapaxes(1, 2)
-    y, last = kernels_pallas.selective_scan(u, dt, a.T, b_in, c_out, h0=h0, platform=platform)
+    y, last = kernels_pallas.selective_scan(
+        u, dt, a.T, b_in, c_out, h0=h0, platform=platform, **dict(zip(names, ends))
+    )
     return y, last.swapaxes(1, 2)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _selective(backend, u, dt, a, b_in, c_out, h0):
-    """y, last state; u, dt (B, T, D), a (N, D), b_in, c_out (B, T, N), h0 (B, N, D) wide."""
-    return _selective_forms(backend, False, u, dt, a, b_in, c_out, h0)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _selective(backend, names, u, dt, a, b_in, c_out, h0, *ends):
+    """y, last state; u, dt (B, T, D), a (N, D), b_in, c_out (B, T, N), h0 (B, N, D) wide.
+
+    `ends` are those of "D" (D,) and "z" (B, T, D) that `names` lists, in this order.
+    """
+    return _selective_forms(backend, names, False, u, dt, a, b_in, c_out, h0, *ends)
 
 
-def _selective_fwd(backend, *args):
-    y, last, kept = _selective_kept(backend, *args)
-    return (y, last), (*args[:-1], kept)
+def _selective_fwd(backend, names, *args):
+    y, last, *saved = _selective_kept(backend, names, *args)
+    return (y, last), (args, saved)
 
 
-def _selective_bwd(backend, saved, cotangents):
-    return _selective_grad(backend, *saved, *cotangents)
+def _selective_bwd(backend, names, residuals, cotangents):
+    args, saved = residuals
+    return _selective_grad(backend, names, *args[:5], saved[0], *cotangents, *args[6:], *saved[1:])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _selective_kept(backend, *args):
-    """`_selective` that also returns the kept states; its own function for second derivatives."""
-    return _selective_forms(backend, True, *args)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _selective_kept(backend, names, *args):
+    """`_selective` that also returns what is kept; its own function for second derivatives."""
+    return _selective_forms(backend, names, True, *args)
 
 
-def _selective_kept_fwd(backend, *args):
-    y, last, kept = _selective_kept(backend, *args)
-    return (y, last, kept), (*args[:-1], kept)
+def _selective_kept_fwd(backend, names, *args):
+    outs = _selective_kept(backend, names, *args)
+    return tuple(outs), (args, outs[2:])
 
 
-def _selective_kept_bwd(backend, saved, cotangents):
-    dy, dlast, dkept = cotangents
-    *grads, dh0 = _selective_grad(backend, *saved, dy, dlast)
-    return *grads, dh0 + dkept[:, 0]
+def _selective_kept_bwd(backend, names, residuals, cotangents):
+    # Second derivatives take h0 alone from what is kept: no cotangent reaches the rest.
+    dy, dlast, dkept, *_ = cotangents
+    grads = _selective_bwd(backend, names, residuals, (dy, dlast))
+    return *grads[:5], grads[5] + dkept[:, 0], *grads[6:]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _selective_grad(backend, u, dt, a, b_in, c_out, kept, dy, dlast):
-    """Gradients of `_selective`; of kept[:, 0] = h0 in the last place."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _selective_grad(backend, names, u, dt, a, b_in, c_out, kept, dy, dlast, *tail):
+    """Gradients of `_selective`; of kept[:, 0] = h0 in the sixth place.
+
+    `tail` is `ends` and, if there is a gate, y before skip and gate.
+    """
 
     def loop(*args):
         du, ddt, da, db, dc, dh0 = _scan_cpu.selective_scan_grad(*args, chunk=_CHUNK)
         return du, ddt, da.sum(0), db, dc, dh0
 
-    def pallas(u, dt, a, b_in, c_out, kept, dy, dlast, *, platform):
+    def through_ends(form):
+        def run(*args):
+            u, dy, ends = args[0], args[6], dict(zip(names, args[8:]))
+            # Without a gate the gradient does not depend on y.
+            raw = args[-1] if "z" in names else jnp.zeros_like(u)
+            draw, du_skip, dends = jax.vjp(_finish, raw, u, ends)[1](dy)
+            du, *grads = form(*args[:6], draw, args[7])
+            return du + du_skip, *grads, *(dends[name] for name in names)
+
+        return run if names else form
+
+    def pallas(u, dt, a, b_in, c_out, kept, dy, dlast, *tail, platform):
         # The kernel keeps its own states, so its forward pass runs again here.
-        run = functools.partial(_pallas_selective, platform)
-        return jax.vjp(run, u, dt, a, b_in, c_out, kept[:, 0])[1]((dy, dlast))
+        run = functools.partial(_pallas_selective, platform, names)
+        ends = tail[: len(names)]
+        return jax.vjp(run, u, dt, a, b_in, c_out, kept[:, 0], *ends)[1]((dy, dlast))
 
-    sequential = loop if u.shape[1] > 1 else _selective_xla_grad
-    outs = (u, dt, a, b_in, c_out, dlast)
-    args = (u, dt, a, b_in, c_out, kept, dy, dlast)
-    return dispatch(backend, sequential, _selective_xla_grad, pallas, outs, *args)
-
-
-def _selective_grad_fwd(backend, *args):
-    return _selective_grad(backend, *args), args
+    xla = through_ends(_selective_xla_grad)
+    sequential = through_ends(loop) if u.shape[1] > 1 else xla
+    outs = (u, dt, a, b_in, c_out, dlast, *tail[: len(names)])
+    args = (u, dt, a, b_in, c_out, kept, dy, dlast, *tail)
+    return dispatch(backend, sequential, xla, pallas, outs, *args)
 
 
-def _selective_grad_bwd(backend, args, cotangents):
-    def composed(u, dt, a, b_in, c_out, kept, dy, dlast):
-        run = functools.partial(_selective_xla, keep=False)
-        return jax.vjp(run, u, dt, a, b_in, c_out, kept[:, 0])[1]((dy, dlast))
+def _selective_grad_fwd(backend, names, *args):
+    return _selective_grad(backend, names, *args), args
 
-    return jax.vjp(composed, *args)[1](cotangents)
+
+def _selective_grad_bwd(backend, names, args, cotangents):
+    def run(u, *rest):
+        y, last = _selective_xla(u, *rest[:5], keep=False)
+        return _finish(y, u, dict(zip(names, rest[5:]))), last
+
+    def composed(u, dt, a, b_in, c_out, kept, dy, dlast, *tail):
+        ends = tail[: len(names)]
+        return jax.vjp(run, u, dt, a, b_in, c_out, kept[:, 0], *ends)[1]((dy, dlast))
+
+    return jax.vjp(composed, *args)[1](tuple(cotangents))
 
 
 _selective.defvjp(_selective_fwd, _selective_bwd)
@@ -409,17 +465,12 @@ def selective_scan(
     if delta_softplus:
         delta = jax.nn.softplus(delta)
     h0 = jnp.zeros((batch, dim, n), wide) if h0 is None else h0.astype(wide)
-    if 0 in h0.shape:
-        y, last = jnp.zeros_like(u), h0
-    else:
-        state = h0.swapaxes(1, 2)
-        args = same_manual_axes(u, delta, A.astype(wide).T, B, C, state)
-        y, last = _selective(backend, *args)
-        last = last.swapaxes(1, 2)
-    if D is not None or z is not None:
-        y = y.astype(wide)
-    if D is not None:
-        y = y + D.astype(wide) * u.astype(wide)
+    ends = {} if D is None else {"D": jnp.asarray(D).astype(wide)}
     if z is not None:
-        y = y * jax.nn.silu(z.astype(wide))
-    return y.astype(u.dtype), last
+        ends["z"] = jnp.asarray(z).astype(jnp.result_type(z, u))
+    if 0 in h0.shape:
+        return _finish(jnp.zeros_like(u), u, ends), h0
+    state = h0.swapaxes(1, 2)
+    args = same_manual_axes(u, delta, A.astype(wide).T, B, C, state, *ends.values())
+    y, last = _selective(backend, tuple(ends), *args)
+    return y, last.swapaxes(1, 2)

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import strategies as st
 from jax import lax
 
-from fpr import _scan_cpu
+import kernels_pallas
+from fpr import _scan_cpu, scan
 from fpr.scan import linear_scan, selective_scan
+from tests.kernels_pallas import checks
 from tests.reference import scan as reference
 
 FORMS = ("sequential", "xla")
@@ -139,20 +141,22 @@ def test_second_derivatives():
         close(mine, theirs, 1e-5)
 
 
+def plain_selective(u, delta, A, B, C, D=0.0, z=None, h0=None):
+    """The equations as a Python loop over time, for autodiff."""
+    h, out = h0, []
+    for t in range(u.shape[1]):
+        h = jnp.exp(delta[:, t, :, None] * A) * h
+        h = h + (delta[:, t] * u[:, t])[:, :, None] * B[:, t, None]
+        out.append(jnp.einsum("bdn,bn->bd", h, C[:, t]) + D * u[:, t])
+    y = jnp.stack(out, 1)
+    return (y if z is None else y * jax.nn.silu(z)), h
+
+
 @pytest.mark.slow
 def test_selective_second_derivatives():
-    def plain(u, delta, A, B, C, D, z, h0):
-        h, out = h0, []
-        for t in range(u.shape[1]):
-            h = jnp.exp(delta[:, t, :, None] * A) * h
-            h = h + (delta[:, t] * u[:, t])[:, :, None] * B[:, t, None]
-            y = jnp.einsum("bdn,bn->bd", h, C[:, t]) + D * u[:, t]
-            out.append(y * jax.nn.silu(z[:, t]))
-        return jnp.stack(out, 1), h
-
     v = selective_inputs(4)
     args = tuple(v[k] for k in NAMES)
-    for mine, theirs in zip(second(selective_scan, 8)(*args), second(plain, 8)(*args)):
+    for mine, theirs in zip(second(selective_scan, 8)(*args), second(plain_selective, 8)(*args)):
         close(mine, theirs, 1e-4)
 
 
@@ -320,6 +324,68 @@ def test_selective_scan(backend, time):
     run = functools.partial(selective_scan, delta_softplus=True, backend=backend)
     for mine, theirs in zip(jax.jit(run)(**v), expected):
         close(mine, theirs, 1e-5)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """backend="pallas" runs the TPU kernel in Pallas' interpreter; the arguments it was given."""
+    given = []
+    run = functools.partial(kernels_pallas.selective_scan, interpret=True)
+
+    def recording(*args, **kwargs):
+        given.append(kwargs)
+        return run(*args, **kwargs)
+
+    def dispatch(backend, sequential, xla, pallas, outs, *args):
+        results = pallas(*args, platform="tpu")
+        assert [(x.shape, x.dtype) for x in results] == [(x.shape, x.dtype) for x in outs]
+        return results
+
+    monkeypatch.setattr(kernels_pallas, "selective_scan", recording)
+    monkeypatch.setattr(scan, "dispatch", dispatch)
+    return given
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [("D", "z"), *(pytest.param(e, marks=pytest.mark.slow) for e in [("D",), ("z",), ()])],
+)
+def test_the_kernel_does_skip_and_gate(kernel, ends):
+    """Values are those of the float64 reference, gradients those of a plain loop by autodiff."""
+    v = selective_inputs(4)
+    v["delta"] = np.abs(v["delta"])
+    names = [k for k in NAMES if k not in ("D", "z") or k in ends]
+    r = np.random.default_rng(6)
+    cotangents = (np.float32(r.normal(size=(2, 4, 5))), np.float32(r.normal(size=(2, 5, 3))))
+
+    def run(*args):
+        return selective_scan(**dict(zip(names, args)), backend="pallas")
+
+    args = [v[k] for k in names]
+    values, grads = vjp(run, args, cotangents)
+    assert kernel
+    assert all({"D", "z"} & set(k) == set(ends) for k in kernel)
+    expected = reference.selective_scan(**dict(zip(names, args)))
+    for mine, theirs in zip(values, expected):
+        close(mine, theirs, 1e-5)
+    _, expected = vjp(lambda *a: plain_selective(**dict(zip(names, a))), args, cotangents)
+    for mine, theirs in zip(grads, expected):
+        close(mine, theirs, 1e-5)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_the_gate_is_an_operand_of_the_lowered_kernel(platform):
+    """The kernel reads a further (B, T, D), and no gate is left outside it."""
+    wide, n = checks.struct(2, 32, 128), checks.struct(2, 32, 16)
+    shapes = (wide, wide, checks.struct(128, 16), n, n)
+
+    def forward(*args):
+        return selective_scan(*args, backend="pallas")[0]
+
+    bare = checks.lower(forward, platform, *shapes)
+    full = checks.lower(forward, platform, *shapes, checks.struct(128), wide)
+    assert checks.kernel_bytes(full) - checks.kernel_bytes(bare) == 4 * 2 * 32 * 128
+    assert "logistic" not in full
 
 
 @pytest.mark.parametrize("backend", FORMS)
