@@ -76,10 +76,12 @@ def prefill(
       solver's tolerance), and the cache after them.
 
     Raises:
-      ValueError: a model that cannot decode token by token, bad tokens, or more tokens than the
+      ValueError: a model that cannot decode token by token, bad tokens (their values are checked
+        where they are not traced), a cache of another model or batch size, or more tokens than the
         model has positions for.
     """
     model = build(config)
+    _check_values(tokens, model.config.vocab_size)
     if solver is None:
         solver = base.make_solver(model.config.solver, False)
     result: Any = model.apply(
@@ -107,7 +109,7 @@ def decode(
     Raises:
       ValueError: as `prefill`.
     """
-    tokens = jnp.asarray(tokens)
+    tokens = _as_array(tokens)
     if tokens.ndim != 1:
         raise ValueError(f"tokens has shape {tokens.shape}, allowed: (B,), one per sequence")
     out, cache = prefill(config, params, tokens[:, None], cache, solver=solver, max_steps=max_steps)
@@ -147,9 +149,8 @@ def generate(
     Raises:
       ValueError: options out of range, sampling without a key, or as `prefill`.
     """
-    prompt = jnp.asarray(prompt)
+    prompt = _as_array(prompt)
     base.check_batch({"tokens": prompt})
-    prompt = prompt.astype(jnp.int32)
     batch, time = prompt.shape
     if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or num_tokens < 0:
         raise ValueError(f"num_tokens={num_tokens!r}, allowed: a whole number >= 0")
@@ -158,8 +159,11 @@ def generate(
     if temperature > 0 and key is None:
         raise ValueError(f"temperature={temperature!r} samples: give a PRNG key")
     lengths = _check_lengths(prompt_lengths, batch, time)
+    model = build(config)
+    _check_values(prompt, model.config.vocab_size, prompt_lengths)
+    prompt = jnp.asarray(prompt, jnp.int32)
     longest = max(time + num_tokens - 1, 1)  # The last new token is never read.
-    build(config).apply({"params": params}, longest, method="check_sequential")
+    model.apply({"params": params}, longest, method="check_sequential")
     if num_tokens == 0:
         empty = jnp.zeros((batch, 0))
         tokens = jnp.where(jnp.arange(time) < lengths[:, None], prompt, PADDING)
@@ -214,6 +218,29 @@ def _check_lengths(lengths: Any, batch: int, time: int) -> jax.Array:
         if values.min() < 1 or values.max() > time:
             raise ValueError(f"prompt_lengths={values.tolist()}, allowed: 1 to {time}")
     return jnp.asarray(lengths, jnp.int32)
+
+
+def _as_array(tokens: Any) -> Any:
+    """An array that still has the values given: JAX would wrap those beyond 32 bits around."""
+    return tokens if isinstance(tokens, jax.Array) else np.asarray(tokens)
+
+
+def _check_values(tokens: Any, vocab_size: int, lengths: Any = None) -> None:
+    """Checks that tokens (B, T), in each row the first `lengths`, have ids, unless traced.
+
+    An embedding would read another row for them, so that the answer would be wrong without a word.
+    """
+    if isinstance(tokens, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer):
+        return
+    values = np.asarray(tokens)
+    if values.size == 0:
+        return  # Refused for its shape, by the model.
+    if lengths is not None:
+        read = np.arange(values.shape[1]) < np.asarray(lengths)[:, None]
+        values = np.where(read, values, PADDING)
+    for worst in (int(values.min()), int(values.max())):
+        if not 0 <= worst < vocab_size:
+            raise ValueError(f"tokens hold the id {worst}, allowed: 0 to {vocab_size - 1}")
 
 
 def _per_new_token(

@@ -26,6 +26,7 @@ MAMBA2 = {"name": "fp_mamba2", **SIZES, "mixer_scale": 1, "state_size": 3, "head
           "chunk_size": 4}  # fmt: skip
 DELTA = {"name": "deltanet", **SIZES, "num_heads": 2, "chunk_size": 4}
 LSTM = {"name": "lstm", **SIZES}
+WIDE = LSTM | {"hidden_size": 16}
 TRANSFORMER = {"name": "transformer", **SIZES, "num_layers": 2, "num_heads": 2, "expansion": 0.5}
 ALL = ("lambda", "Q", "b", "c")
 LOOPED = {
@@ -231,7 +232,8 @@ def test_generate_is_greedy_and_takes_mixed_lengths(lstm):
         assert row == expected + [0] * (10 - len(expected))
     one = compiled(fpr.generate, LSTM, num_tokens=1)(params, prompt[:, :1])
     assert one.tokens.tolist() == [greedy(params, row[:1], 1) for row in prompt.tolist()]
-    none = fpr.generate(LSTM, params, prompt, 0, prompt_lengths=lengths)
+    beyond = jnp.where(jnp.arange(4) < lengths[:, None], prompt, -1)  # ignored, so not checked
+    none = fpr.generate(LSTM, params, beyond, 0, prompt_lengths=lengths)
     assert none.tokens.tolist() == [[1, 2, 3, 4], [4, 0, 0, 0], [2, 2, 0, 0]]
     assert none.steps.shape == (3, 0)
 
@@ -295,12 +297,38 @@ def test_models_that_read_all_at_once_are_refused(name):
         jax.eval_shape(lambda p: fpr.generate(config, p, TOKENS[:, :2], 2), params)
 
 
+def empty_cache(config):
+    """The cache of another model, for two sequences."""
+    return fpr.init_cache(config, fpr.init(config, KEY), 2)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda p: fpr.init_cache(LSTM, p, 0), "batch_size=0, allowed: a whole number >= 1"),
         (lambda p: fpr.decode(LSTM, p, TOKENS, None), r"shape \(2, 37\), allowed: \(B,\)"),
         (lambda p: fpr.prefill(LSTM, p, TOKENS[:, :0]), "B, T >= 1"),
+        (lambda p: fpr.prefill(LSTM, p, TOKENS - 2), "the id -1, allowed: 0 to 4"),
+        (lambda p: fpr.prefill(LSTM, p, np.array([[2**32 + 1]])), "the id 4294967297, allowed"),
+        (lambda p: fpr.decode(LSTM, p, jnp.array([1, 5]), None), "the id 5, allowed: 0 to 4"),
+        (lambda p: fpr.generate(LSTM, p, TOKENS + 1, 1), "the id 5, allowed: 0 to 4"),
+        (lambda p: fpr.generate(LSTM, p, np.array([[2**32]]), 1), "the id 4294967296, allowed"),
+        (
+            lambda p: fpr.generate(LSTM, p, TOKENS + 9, 1, prompt_lengths=np.array([1, 1])),
+            "the id 1., allowed: 0 to 4",
+        ),
+        (
+            lambda p: fpr.prefill(LSTM, p, TOKENS, fpr.init_cache(LSTM, p, 3)),
+            r"cache\[0\].* has shape \(3, .*, allowed: \(2, .* for a batch of 2",
+        ),
+        (
+            lambda p: fpr.decode(LSTM, p, TOKENS[:, 0], empty_cache(WIDE)),
+            r"cache\[0\].* has shape \(2, 16\), allowed: \(2, 8\)",
+        ),
+        (
+            lambda p: fpr.prefill(LSTM, p, TOKENS, empty_cache(RNN)),
+            "cache has .* arrays in .*, allowed: the cache of .* for a batch of 2",
+        ),
         (lambda p: fpr.generate(LSTM, p, TOKENS[:, :0], 1), "B, T >= 1"),
         (lambda p: fpr.generate(LSTM, p, TOKENS, -1), "num_tokens=-1, allowed"),
         (lambda p: fpr.generate(LSTM, p, TOKENS, 1.5), "num_tokens=1.5, allowed"),

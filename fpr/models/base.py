@@ -164,12 +164,39 @@ class Model(nn.Module):
         solver: Damped,
         max_steps: jax.Array | int | None = None,
     ) -> tuple[Output, tuple[PyTree, ...]]:
-        """The tokens of `batch` after those that `cache` remembers; None: from the beginning."""
+        """The tokens of `batch` after those that `cache` remembers; None: from the beginning.
+
+        Raises:
+          ValueError: a bad batch, a cache of another model or batch size, or a model that cannot
+            decode this many tokens.
+        """
         check_batch(batch)
-        self.check_sequential(batch["tokens"].shape[1])
+        batch_size, length = batch["tokens"].shape
+        self.check_sequential(length)
         if cache is None:
-            cache = self.init_cache(batch["tokens"].shape[0])
+            cache = self.init_cache(batch_size)
+        else:
+            self._check_cache(cache, batch_size)
         return self._run(batch, cache, solver, OneStep(), None, None, max_steps)
+
+    def _check_cache(self, cache: PyTree, batch_size: int) -> None:
+        """Raises ValueError unless `cache` has the structure and shapes of `init_cache`."""
+        model, variables = self.unbind()
+
+        def fresh(variables: PyTree) -> PyTree:
+            return model.apply(variables, batch_size, method="init_cache")
+
+        like, given = jax.eval_shape(fresh, variables), jax.tree.leaves(cache)
+        structure: Any = jax.tree.structure(cache)
+        whose = f"the cache of {type(self).__name__} for a batch of {batch_size}"
+        if structure != jax.tree.structure(like):
+            raise ValueError(f"cache has {len(given)} arrays in {structure}, allowed: {whose}")
+        for (path, want), leaf in zip(jax.tree_util.tree_leaves_with_path(like), given):
+            if jnp.shape(leaf) != want.shape:
+                raise ValueError(
+                    f"cache{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}, allowed: "
+                    f"{want.shape}, as in {whose}"
+                )
 
     def check_sequential(self, length: int) -> None:
         """Raises ValueError unless the model can decode `length` tokens one by one."""
