@@ -18,7 +18,7 @@ from rich.console import Console
 
 import fpr
 from experiments.errors import unknown
-from experiments.timing import Entry, begin, compiled, make_console, race, table
+from experiments.timing import Entry, begin, compiled, make_console, positive, race, table
 from fpr.fixed_point import fixed_point
 from fpr.generate import decode, init_cache
 from fpr.models.base import as_function
@@ -269,4 +269,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="batch x length, default 8x256,8x1024",
     )  # fmt: skip
     for option, default in {"--width": 256, "--iterations": 8, "--rounds": 5}.items():
-        parser.add_argument(option, type=int, default=default, help=f"default {default}")
+        parser.add_argument(option, type=positive, default=default, help=f"default {default}")

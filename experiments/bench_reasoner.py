@@ -18,7 +18,7 @@ from jax import lax
 from rich.console import Console
 
 import fpr
-from experiments.timing import Entry, begin, compiled, make_console, race, table
+from experiments.timing import Entry, begin, compiled, make_console, positive, race, table
 from fpr.adjoints import Unrolled
 from fpr.models.fprm import tied_scales
 from fpr.solvers import Damped
@@ -231,4 +231,5 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--rounds": 7,
     }
     for option, default in sizes.items():
-        parser.add_argument(option, type=int, default=default, help=f"default {default}")
+        kind = int if option == "--registers" else positive  # There may be none of them.
+        parser.add_argument(option, type=kind, default=default, help=f"default {default}")

@@ -22,7 +22,7 @@ from jax import lax
 from rich.console import Console
 
 import fpr.scan
-from experiments.timing import Entry, begin, compiled, make_console, race, table
+from experiments.timing import Entry, begin, compiled, make_console, positive, race, table
 
 C_FLOOR = r"""
 void linear_scan(const float *restrict a, const float *restrict x, float *restrict h,
@@ -189,8 +189,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options of the subcommand."""
-    parser.add_argument("--rounds", type=int, default=9, help="timed rounds per competitor")
+    parser.add_argument("--rounds", type=positive, default=9, help="timed rounds per competitor")
     shapes = {"--linear": ("B T D", [8, 4096, 256]), "--selective": ("B T D N", [8, 256, 256, 16])}
     for option, (axes, default) in shapes.items():
         names = tuple(axes.split())
-        parser.add_argument(option, nargs=len(names), type=int, metavar=names, default=default)
+        parser.add_argument(option, nargs=len(names), type=positive, metavar=names, default=default)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import os
 import statistics
@@ -43,6 +44,13 @@ def compiled(fn: Callable[..., Any], *args: Any) -> Entry:
     if analysis is None:
         return Entry(run)
     return Entry(run, int(analysis.temp_size_in_bytes), int(analysis.output_size_in_bytes))
+
+
+def positive(text: str) -> int:
+    """Type of the options that are sizes and counts, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}, allowed: a whole number >= 1")
+    return int(text)
 
 
 def race(entries: Mapping[str, Entry], rounds: int) -> dict[str, dict[str, Any]]:

@@ -89,6 +89,20 @@ def test_shapes_that_cannot_work(capsys):
         assert "batch x length" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["models", "--width=0"], ["models", "--iterations=0"], ["models", "--rounds=two"],
+        ["reasoner", "--rounds=0"], ["reasoner", "--side=-8"], ["reasoner", "--iterations=0"],
+        ["scan", "--rounds=0"], ["scan", "--linear", "2", "0", "16"],
+    ],
+)  # fmt: skip
+def test_sizes_that_cannot_work(options, capsys):
+    with pytest.raises(SystemExit):
+        bench.main(options)
+    assert "allowed: a whole number >= 1" in capsys.readouterr().err
+
+
 def test_unknown_command(capsys):
     with pytest.raises(SystemExit):
         bench.main(["scam"])
