@@ -111,15 +111,36 @@ def main() -> None:
     parser.add_argument("--test", type=int, default=200, help="also for validation")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    for i, (split, count) in enumerate(
-        (("train", args.train), ("valid", args.test), ("test", args.test))
-    ):
-        for kind in KINDS:
-            rng = np.random.default_rng([args.seed, i, kind])
-            lines = [line for _ in range(count) for line in story(kind, rng)]
-            (args.out / f"qa{kind}_{split}.txt").write_text("\n".join(lines) + "\n")
+    for option in ("train", "test"):
+        if getattr(args, option) < 1:
+            parser.error(f"--{option}={getattr(args, option)}, allowed: at least 1")
+    if args.seed < 0:
+        parser.error(f"--seed={args.seed}, allowed: at least 0")
+    try:
+        write(args.out, args.train, args.test, args.seed)
+    except OSError as error:
+        parser.error(f"--out={args.out} cannot be written: {error.strerror}")
     print(f"{args.train} + {args.test} + {args.test} stories of kinds 1, 2 and 6 in {args.out}")
+
+
+def write(out: Path, train: int, test: int, seed: int) -> None:
+    """Writes the files of all splits into a folder, which is made where it is missing.
+
+    Args:
+      out: the folder.
+      train: stories of each kind for training.
+      test: for testing, and as many for validation.
+      seed: of the stories.
+
+    Raises:
+      OSError: the folder cannot be written.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    for i, (split, count) in enumerate((("train", train), ("valid", test), ("test", test))):
+        for kind in KINDS:
+            rng = np.random.default_rng([seed, i, kind])
+            lines = [line for _ in range(count) for line in story(kind, rng)]
+            (out / f"qa{kind}_{split}.txt").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,9 @@ from experiments.tasks import streams
 DTYPES = ("uint16", "uint32")
 HELP = (
     "expected a text file (read as bytes), or token ids as raw uint16 or uint32 numbers (.bin) or "
-    "a one-dimensional NumPy array of these (.npy)"
+    "a one-dimensional NumPy array of these (.npy); none comes along: for the paper's setting "
+    "tokenise FineWeb with GPT-2's BPE and write the ids as little-endian uint16, documents joined "
+    "by id 50256, one .bin file for training and one for validation"
 )
 
 

@@ -261,3 +261,20 @@ def test_made_up_stories_are_files_of_this_format(tmp_path, monkeypatch):
     assert task.identity("train")["stories"] == 27
     assert task.identity("eval")["questions"] == 3 * 4 * 5
     assert {"yes", "no", "kettle"} <= set(task.corpus.words)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--train=0",), "--train=0, allowed: at least 1"),
+        (("--test=-1",), "--test=-1, allowed: at least 1"),
+        (("--seed=-1",), "--seed=-1, allowed: at least 0"),
+        (("--train=1", "--test=1"), "file cannot be written: "),
+    ],
+)
+def test_made_up_stories_that_cannot_be_written(options, message, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(sys, "argv", ["make_babi", f"--out={tmp_path / 'file'}", *options])
+    with pytest.raises(SystemExit):
+        make_babi.main()
+    assert message in capsys.readouterr().err
