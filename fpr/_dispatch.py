@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ Array = jax.Array
 
 BACKENDS = ("auto", "pallas", "xla", "sequential")
 KERNEL_TYPES = ("float32", "bfloat16", "float16")
+GPU_SWITCH = "FPR_GPU_KERNELS"  # environment variable: 1 lets "auto" take the GPU kernels
 
 log = logging.getLogger(__name__)
 
@@ -72,15 +74,31 @@ batching.primitive_batchers[_kernel_p] = _kernel_batched
 
 
 @functools.cache
+def _say_xla_on_gpu() -> None:
+    """Says once that the kernels are not used, and how to use them."""
+    log.warning(
+        "scans use their XLA forms on GPU: the Pallas kernels have not run on a card yet; "
+        "%s=1 or backend='pallas' chooses them",
+        GPU_SWITCH,
+    )
+
+
 def _gpu_kernels(asked: bool) -> bool:
-    """Whether the kernels run on a GPU; the first time that they do not, the log says why."""
-    if asked:
+    """Whether the kernels run on a GPU: by the caller's word or the user's, read at lowering.
+
+    Raises:
+      ValueError: the environment variable is neither 0 nor 1.
+    """
+    switch = os.environ.get(GPU_SWITCH, "0")
+    if switch not in ("0", "1"):
+        raise ValueError(f"{GPU_SWITCH}={switch!r} is not 0 or 1")
+    if asked or switch == "1":
         import kernels_pallas
 
         return kernels_pallas.supports_mosaic_gpu()
     # The GPU kernels agree with float64 in Mosaic's interpreter but have not run on a card yet.
-    # Until kernels_pallas.bench has checked them there, only backend="pallas" uses them.
-    log.info("scans use their XLA forms on GPU; backend='pallas' chooses the Pallas kernels")
+    # Until kernels_pallas.bench has checked them there, only a user's word chooses them.
+    _say_xla_on_gpu()
     return False
 
 

@@ -144,8 +144,8 @@ def linear_scan(
       reverse: h_t = a_t h_{t+1} + x_t instead, from the last step to the first.
       backend: "auto": a sequential loop on CPU, a Pallas kernel on TPU, the associative form
         elsewhere; chosen by platform at lowering. Or one form for every platform: "sequential",
-        "xla" (associative) or "pallas" (the only way to the GPU kernels until they have run on a
-        card).
+        "xla" (associative) or "pallas" (this, or FPR_GPU_KERNELS=1 in the environment, chooses the
+        GPU kernels until they have run on a card).
 
     Returns:
       h: (B, T, ...) in the common type of a and x.
@@ -273,7 +273,7 @@ def _selective_forms(
     h0 = rest[4]
     blocks = _scan_cpu.selective_length(u.shape[1], _CHUNK)[1]
     kept = jax.ShapeDtypeStruct((u.shape[0], blocks, *h0.shape[1:]), h0.dtype)
-    outs = [u, h0]
+    outs: list[Array | jax.ShapeDtypeStruct] = [u, h0]
     if keep:
         outs += [kept, u] if "z" in names else [kept]
 

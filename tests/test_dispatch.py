@@ -20,7 +20,7 @@ WIDE = jax.ShapeDtypeStruct((2, 64, 128), jnp.float32)
 @pytest.fixture
 def fresh():
     """No answer remembered, before and after."""
-    answers = _dispatch._gpu_kernels, common.supports_mosaic_gpu, common.supports_wgmma
+    answers = _dispatch._say_xla_on_gpu, common.supports_mosaic_gpu, common.supports_wgmma
     for answer in answers:
         answer.cache_clear()
     yield
@@ -67,11 +67,23 @@ def test_only_hopper_has_the_matrix_unit_of_ssd_and_delta(
 
 
 def test_by_default_gpus_take_the_xla_form_and_the_log_says_so_once(caplog, fresh):
-    with caplog.at_level(logging.INFO, logger=_dispatch.__name__):
+    with caplog.at_level(logging.WARNING, logger=_dispatch.__name__):
         for reverse in (False, True):
             assert checks.kernel_calls(lower(reverse=reverse)) == 0
     assert sum("XLA forms on GPU" in r.message for r in caplog.records) == 1
     assert checks.kernel_calls(lower(backend="pallas")) > 0
+
+
+def test_an_environment_variable_chooses_the_gpu_kernels(monkeypatch, fresh):
+    """Read when a program is lowered, so a change counts; "xla" stays "xla"."""
+    monkeypatch.setenv("FPR_GPU_KERNELS", "1")
+    assert checks.kernel_calls(lower()) > 0
+    assert checks.kernel_calls(lower(backend="xla")) == 0
+    monkeypatch.setenv("FPR_GPU_KERNELS", "0")
+    assert checks.kernel_calls(lower()) == 0
+    monkeypatch.setenv("FPR_GPU_KERNELS", "yes")
+    with pytest.raises(ValueError, match="FPR_GPU_KERNELS='yes' is not 0 or 1"):
+        lower()
 
 
 @pytest.mark.parametrize(("platform", "backend"), [("tpu", "auto"), ("cuda", "pallas")])

@@ -236,6 +236,23 @@ def test_no_temporaries_but_a_block():
     assert compiled.memory_analysis().temp_size_in_bytes < states / 4
 
 
+def test_selective_scan_keeps_no_states():
+    """States of (8, 256, 256) at N = 16 take 34 MB; 0.7 MB was measured."""
+    wide, n = checks.struct(8, 256, 256), checks.struct(8, 256, 16)
+    shapes = (wide, wide, checks.struct(256, 16), n, n)
+    memory = jax.jit(lambda *v: selective_scan(*v)[0]).lower(*shapes).compile().memory_analysis()
+    assert memory.temp_size_in_bytes <= 15e6
+
+
+@pytest.mark.slow
+def test_the_selective_gradient_keeps_no_states():
+    """With skip and gate; 6.2 MB was measured."""
+    wide, n = checks.struct(8, 256, 256), checks.struct(8, 256, 16)
+    shapes = (wide, wide, checks.struct(256, 16), n, n, checks.struct(256), wide)
+    grad = jax.jit(jax.grad(lambda *v: selective_scan(*v)[0].sum(), tuple(range(7))))
+    assert grad.lower(*shapes).compile().memory_analysis().temp_size_in_bytes <= 15e6
+
+
 def test_transformations():
     a, x, h0, *_ = linear_inputs(6)
     expected = reference.linear_scan(a, x, h0)[0]
