@@ -103,6 +103,15 @@ def test_the_rows_of_the_copy_table_differ_in_what_sees_the_output_alone():
         ("copy", ("small_all", "small_mamba", "small_gated_deltanet")),
         ("language", ("small_fp_h1", "small_mamba")),
         ("catbabi", ("mini_fp_h1_1", "mini_mamba_1")),
+        (
+            "arithmetic",
+            ("small_brackets_fp_mamba", *(f"small_brackets_{m}" for m in arithmetic.SMALL_WIDTHS)),
+        ),
+        ("formal", ("parity_fp_mamba", *(f"parity_{m}" for m in formal.WIDTHS))),
+        (
+            "formal",
+            ("cycle_navigation_fp_mamba", *(f"cycle_navigation_{m}" for m in formal.WIDTHS)),
+        ),
     ],
 )
 def test_rivals_of_the_small_configs_are_not_smaller(name, variants, data):
@@ -112,6 +121,11 @@ def test_rivals_of_the_small_configs_are_not_smaller(name, variants, data):
         shapes = jax.eval_shape(lambda model=model: fpr.init(model, jax.random.key(0), None))
         sizes.append(sum(a.size for a in jax.tree.leaves(shapes)))
     assert min(sizes[1:]) >= sizes[0], sizes
+
+
+def test_every_rival_of_fp_mamba_has_a_width():
+    rivals = set(arithmetic.MODELS) - {"fp_mamba"}
+    assert set(arithmetic.SMALL_WIDTHS) == set(formal.WIDTHS) == rivals
 
 
 @pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
