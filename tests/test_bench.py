@@ -26,6 +26,7 @@ def test_scan_writes_figures(tmp_path, capsys):
     assert "fpr.linear_scan" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_reasoner_checks_and_rates_its_competitors(tmp_path, capsys, fast_compile):
     file = tmp_path / "reasoner.json"
     sizes = {"--hidden-size": 8, "--num-heads": 2, "--side": 2, "--registers": 1, "--batch": 2}
@@ -43,6 +44,7 @@ def test_reasoner_checks_and_rates_its_competitors(tmp_path, capsys, fast_compil
     assert "of product" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_models_writes_rates_and_the_cost_of_an_iteration(tmp_path, capsys, fast_compile):
     file = tmp_path / "models.json"
     options = ["--models=mamba,fp_mamba,trm", "--mixers=householder", "--shapes=2x4"]

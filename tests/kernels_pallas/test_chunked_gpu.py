@@ -46,6 +46,7 @@ def test_matches_float64(name, shape):
     checks.assert_close(run(name)(*args), REFERENCE[name](*args), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape"), [("ssd", (1, 66, 2, 3, 1, 2)), ("delta", (1, 66, 1, 4, 3))]
 )
