@@ -12,7 +12,7 @@ Variants:
   trm, hrm: the rivals in its place, 16 segments, ended in training by their Q head. Not run here.
     Paper: TRM 85.3% (79.0% re-evaluated), HRM 74.5%.
   cpu: generated mazes of 7×7 (67,138 parameters), for a CPU. Measured, seeds 0, 1, 2, one process
-    on one core of a shared AMD EPYC, 14 to 20 minutes of training on the busy machine: 98.0%,
+    on one core of a shared AMD EPYC, 18 to 20 minutes of training on the busy machine: 98.0%,
     98.6%, 97.5% of 512 held-out mazes exact (median 98.0%), after 75.0%, 87.5%, 84.0% at step 1000.
     Seed 0: 99.5% of cells; the solver stops after a median of 8 iterations for paths of 1 or 2
     steps and 15 for paths of about 20.

@@ -15,17 +15,17 @@ Variants:
   fprm_a5_small: A5 (60 elements) at train length 12 with a length curriculum: one block of width
     128 (278,786 parameters), every step solved to its fixed point, the last 2 applications of f
     differentiated. Measured, seeds 0, 1, 2, each one process on one core of a shared AMD EPYC,
-    about 9 minutes of CPU time (11 to 17 of training on the busy machine), 512 sequences a length:
+    9 to 10 minutes of CPU time (11 to 17 of training on the busy machine), 512 sequences a length:
       length 12   0.996 0.961 0.969   median 0.969   16 solver steps (median)
       length 16   0.994 0.896 0.916   median 0.916   20
       length 24   0.953 0.574 0.746   median 0.746   28
     All solves converged. The curriculum left length 2 at step 240, length 3, the plateau, at 900 to
-    1040, and reached 12 at 1440 to 1960: seeds 1 and 2 had fewer steps left there. Without it,
-    4500 steps of a similar model stayed at 0.18 token accuracy. Tried before, one seed each:
-    growing at 0.9 instead of 0.8, constant learning rate, batch 256: at length 10 after 1650 steps;
-    the same at width 96: still at length 3 after 750 steps, which width 128 left at 640; as many
-    tokens a step at every length (batch 1024 at length 2): length 4 after 450 steps, but three
-    times the time.
+    1040, and reached 12 at 1440 to 1960: seeds 1 and 2 had fewer steps left there. Without it
+    a similar model was reported to stay at 0.18 token accuracy for 4500 steps (not repeated here).
+    Tried before this recipe, one seed each: growing at 0.9 instead of 0.8, constant learning rate,
+    batch 256: at length 10 after 1650 steps; the same at width 96: still at length 3 after 750
+    steps, which width 128 left at 640; as many tokens a step at every length (batch 1024 at length
+    2): length 4 after 450 steps, but in over three times the time.
 """
 
 from ml_collections import ConfigDict

@@ -32,14 +32,15 @@ busy machine), accuracy of whole sequences at length 16 / at 32, all solves conv
     fp_mamba, cap 2            0     / 0         0     0     0      0     0     0       0.6-0.7
   small_z2xs3, 3000 steps
     fp_mamba                   0.992 / 0.951     0.998 0.744 0.992  0.959 0.008 0.951   3.4-7.6
-    mamba                      0     / 0         0     0     0      0     0     0       1.1-1.3
-    mamba2                     0     / 0         0     0     0      0     0     0       1.2-1.4
+    mamba                      0     / 0         0     0     0      0     0     0       1.9-2.2
+    mamba2                     0     / 0         0     0     0      0     0     0       2.0-2.8
   On S3 Mamba's token accuracy at 16 is 0.37-0.44, Mamba-2's 0.38-0.39. FP-Mamba takes a median of
   17 and 33 solver steps at 16 and 32: one for each position. On Z2xS3 seed 1 was still rising when
-  its steps ended; a length curriculum (`train.curriculum.start=2`) did not learn it in fewer. Other
-  small variants were not trained in full, but: fp_mamba2 on S3 in 1000 steps, one seed, 1.000 at
-  both; fp_rnn on S3 in 3000 steps, one seed, 5m26s: it converges everywhere and does not solve it
-  (token accuracy 0.677 at 16, 0.503 at 32; sequences 0.008 and 0).
+  its steps ended; with a length curriculum from 2, stopped early, it stood at length 9 after 2625
+  and 2072 steps (seeds 0 and 1). Other small variants were not trained in full, but: fp_mamba2 on
+  S3 in 1000 steps, one seed, 1.000 at both; fp_rnn on S3 in 3000 steps, one seed, 5m26s: it
+  converges everywhere and does not solve it (token accuracy 0.677 at 16, 0.503 at 32; sequences
+  0.008 and 0).
 """
 
 import itertools
