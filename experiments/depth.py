@@ -31,7 +31,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,9 +41,9 @@ from rich.console import Console
 from rich.table import Table
 
 import fpr
+from experiments import cli, losses, plots
 from experiments import config as configs
-from experiments import losses, plots
-from experiments.errors import UserError, unknown
+from experiments.errors import UserError
 from experiments.workdir import write_json
 from fpr.models import base
 
@@ -253,27 +253,18 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> Path:
     return plots.save(figure, path)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see python -m experiments.depth --help")
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line without the program's name.
 
     Raises:
       UserError: a mistake in it.
     """
-    parser = _Parser(prog="python -m experiments.depth", description=__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = cli.Parser("depth", __doc__)
     parser.add_argument("--config", required=True, metavar="FILE[:VARIANT]")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR")
     parser.add_argument("--workdir", type=Path, metavar="DIR", help="run of the same model")
     parser.add_argument("--iterations", type=int, default=64, help="applications of f")
-    flags, rest = parser.parse_known_args(list(argv))
-    if rest:
-        known = ("--config", "--out", "--workdir", "--iterations")
-        raise unknown("flag", rest[0].split("=")[0], known)
+    flags = parser.parse(argv)
     if flags.iterations < 1:
         raise UserError(f"--iterations must be at least 1, got {flags.iterations}")
     return flags
@@ -308,15 +299,13 @@ def run(flags: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    from experiments.run import enable_compilation_cache
+    cli.enable_compilation_cache()
 
-    enable_compilation_cache()
-    try:
+    def command() -> int:
         run(parse(sys.argv[1:] if argv is None else argv))
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+        return 0
+
+    return cli.exit_code(command)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ import jax
 import numpy as np
 from absl import flags
 
+from experiments import cli, torch_files
 from experiments import config as configs
-from experiments import torch_files
 from experiments.errors import UserError, unknown
 from experiments.run import apply_overrides, read_overrides
 from experiments.torch_files import Tensors
@@ -389,12 +389,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if any(word in ("--help", "-h", "-help") for word in argv):
         print(__doc__)
         return 0
-    try:
+
+    def command() -> int:
         print(import_checkpoint(argv))
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+        return 0
+
+    return cli.exit_code(command)
 
 
 if __name__ == "__main__":

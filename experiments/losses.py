@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-IGNORED = -100
+from fpr.models.base import IGNORE_LABEL as IGNORED
+
 TokenLoss = Callable[[jax.Array, jax.Array], jax.Array]
 
 

@@ -10,13 +10,12 @@ TABLE.md and TABLE.png.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from rich import box
@@ -24,8 +23,8 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
+from experiments import cli, plots
 from experiments import config as configs
-from experiments import plots
 from experiments.errors import UserError, unknown
 from experiments.identity import data_name
 from experiments.tables import TABLES, Row, Table
@@ -277,19 +276,13 @@ def draw(table: Table, found: Sequence[Line], path: Path) -> Path | None:
     return plots.plot_rows(bars, table.metric[0], path, table.title)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; usage: python -m experiments.report TABLE --runs=DIR ...")
-
-
 def parse(argv: Sequence[str]) -> tuple[str, list[str], Path]:
     """(table, runs, out) of a command line without the program's name.
 
     Raises:
       UserError: a mistake in it.
     """
-    parser = _Parser(prog="experiments.report", description=__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = cli.Parser("report", __doc__)
     parser.add_argument("table", metavar="TABLE", help=", ".join(TABLES))
     parser.add_argument("--runs", action="append", default=[], metavar="DIR")
     parser.add_argument("--out", default="reports", metavar="DIR")
@@ -304,29 +297,28 @@ def parse(argv: Sequence[str]) -> tuple[str, list[str], Path]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    try:
-        name, paths, out = parse(sys.argv[1:] if argv is None else argv)
-        table = TABLES[name]
-        runs, notes = find(paths)
-        found = lines(table, runs)
-        used = {run.path for line in found for run in line.runs}
-        strangers = [str(run.path) for run in runs if run.path not in used]
-        if strangers:
-            notes.append(f"in no row of {name}: {' '.join(strangers)}")
-        rows = [cells(line) for line in found]
-        console = Console()
-        console.print(terminal(table, rows), markup=False)
-        for text in footnotes(table, notes):
-            console.print(text, markup=False, soft_wrap=True)
-        out.mkdir(parents=True, exist_ok=True)
-        page = out / f"{name}.md"
-        page.write_text(markdown(table, rows, notes))
-        figure = draw(table, found, out / f"{name}.png")
-        written = f"wrote {page}" + (f" and {figure}" if figure else "")
-        console.print(written, markup=False, soft_wrap=True)
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return cli.exit_code(lambda: _report(*parse(sys.argv[1:] if argv is None else argv)))
+
+
+def _report(name: str, paths: Sequence[str], out: Path) -> int:
+    table = TABLES[name]
+    runs, notes = find(paths)
+    found = lines(table, runs)
+    used = {run.path for line in found for run in line.runs}
+    strangers = [str(run.path) for run in runs if run.path not in used]
+    if strangers:
+        notes.append(f"in no row of {name}: {' '.join(strangers)}")
+    rows = [cells(line) for line in found]
+    console = Console()
+    console.print(terminal(table, rows), markup=False)
+    for text in footnotes(table, notes):
+        console.print(text, markup=False, soft_wrap=True)
+    out.mkdir(parents=True, exist_ok=True)
+    page = out / f"{name}.md"
+    page.write_text(markdown(table, rows, notes))
+    figure = draw(table, found, out / f"{name}.png")
+    written = f"wrote {page}" + (f" and {figure}" if figure else "")
+    console.print(written, markup=False, soft_wrap=True)
     return 0
 
 

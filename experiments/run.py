@@ -13,7 +13,6 @@ Exit codes: 0 done, 1 the training diverged, 2 a mistake in the command, config 
 
 from __future__ import annotations
 
-import os
 import shlex
 import signal
 import sys
@@ -25,6 +24,7 @@ from typing import Any
 from absl import flags, logging
 from ml_collections import ConfigDict, config_flags
 
+from experiments import cli
 from experiments import config as configs
 from experiments.errors import UserError, unknown
 from experiments.memory import keep_freed_memory
@@ -122,16 +122,6 @@ def start(argv: Sequence[str], started: float) -> dict[str, Any]:
         return train(run) if mode == "train" else evaluate_checkpoint(run, workdir.changed)
 
 
-def enable_compilation_cache() -> None:
-    """Keeps compiled programs between runs, outside of every workdir."""
-    import jax
-
-    # $JAX_COMPILATION_CACHE_DIR has set it already, where it is given.
-    if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
-        cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fpr" / "jax"
-        jax.config.update("jax_compilation_cache_dir", str(cache))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     started = time.monotonic()
@@ -142,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if any(word in ("--help", "-h", "-help") for word in argv):
         print(f"{__doc__}\n{_known_configs()}")
         return 0
-    enable_compilation_cache()
+    cli.enable_compilation_cache()
     keep_freed_memory()  # XLA:CPU would fault in every large result anew.
     try:
         start(argv, started)

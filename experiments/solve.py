@@ -20,13 +20,13 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
 
 import fpr
-from experiments import budget, grids, puzzles
+from experiments import budget, cli, grids, puzzles
 from experiments.errors import UserError, unknown
 from experiments.evaluate import pad_batch
 from experiments.puzzles import Puzzle
@@ -139,29 +139,20 @@ def follow(
     return np.asarray(course.predictions)[:, 0], np.asarray(course.residual)[:, 0]
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see python -m experiments.solve --help")
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line without the program's name.
 
     Raises:
       UserError: a mistake in it.
     """
-    parser = _Parser(prog="python -m experiments.solve", description=__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = cli.Parser("solve", __doc__)
     parser.add_argument("--workdir", required=True, type=Path)
     parser.add_argument("--input", required=True, type=Path)
     parser.add_argument("--on_error", default="stop")
     parser.add_argument("--max_steps", type=int, default=0, help="cap on the solver's steps")
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--animation", type=Path)
-    flags, rest = parser.parse_known_args(list(argv))
-    if rest:
-        known = ("--workdir", "--input", "--on_error", "--max_steps", "--picture", "--animation")
-        raise unknown("flag", rest[0].split("=")[0], known)
+    flags = parser.parse(argv)
     if flags.on_error not in puzzle_files.ON_ERROR:
         raise unknown("--on_error", flags.on_error, puzzle_files.ON_ERROR)
     if flags.max_steps < 0:
@@ -220,14 +211,8 @@ def run(flags: argparse.Namespace) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    from experiments.run import enable_compilation_cache
-
-    enable_compilation_cache()
-    try:
-        return 0 if run(parse(sys.argv[1:] if argv is None else argv)) else 1
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    cli.enable_compilation_cache()
+    return cli.exit_code(lambda: 0 if run(parse(sys.argv[1:] if argv is None else argv)) else 1)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,8 @@ from typing import ClassVar
 
 import numpy as np
 
+from experiments.losses import IGNORED
 from experiments.tasks import streams
-
-IGNORED = -100
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from experiments.losses import IGNORED
 from experiments.tasks import arc_files, puzzle_files, streams
 from experiments.tasks.arc_files import COLOURS, SIDE, ArcSet, Pair
 
@@ -274,7 +275,7 @@ class Arc:
         top, left = (p % (int(r) + 1) for p, r in zip(place, room))
         labels = paint(answer, top, left)
         puzzle_id = 1 + task * (self.augmentations + 1) + number
-        return paint(question, top, left), np.where(labels == 0, -100, labels), puzzle_id
+        return paint(question, top, left), np.where(labels == 0, IGNORED, labels), puzzle_id
 
     # frozen=True forbids assignment, but not these: they write to the instance's dictionary.
     @functools.cached_property

@@ -17,11 +17,11 @@ from typing import ClassVar
 
 import numpy as np
 
+from experiments.losses import IGNORED
 from experiments.tasks import streams
 
 NUM_TASKS = 20
 SPLITS = ("train", "valid", "test")
-IGNORED = -100
 HELP = (
     "expected the folder en-valid-10k of bAbI v1.2, with qa1_train.txt, qa1_valid.txt, "
     "qa1_test.txt and so on to qa20_test.txt: unpack tasks_1-20_v1-2.tar.gz from "

@@ -15,12 +15,12 @@ from typing import ClassVar
 
 import numpy as np
 
+from experiments.losses import IGNORED
 from experiments.tasks import streams
 
 START, COPY, STOP = 1, 2, 3
 SYMBOLS = 4  # padding and the three above
 FRAME = 3  # tokens of an example that are not letters: `$`, `|`, `.`
-IGNORED = -100
 
 
 @dataclasses.dataclass(frozen=True)

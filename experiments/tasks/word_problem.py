@@ -15,6 +15,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from experiments.losses import IGNORED
 from experiments.tasks import groups, streams
 
 
@@ -85,7 +86,7 @@ class WordProblem:
             lengths = low + (draw % np.uint64(high - low + 1)).astype(np.int64)
             beyond = np.arange(self.length) >= lengths[:, None]
             batch["tokens"][beyond] = 0
-            batch["labels"][beyond] = -100
+            batch["labels"][beyond] = IGNORED
         return batch
 
     def eval_batch(self, length: int, start: int, count: int) -> dict[str, np.ndarray]:

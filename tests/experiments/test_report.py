@@ -155,7 +155,7 @@ def test_tables_print_without_runs(name, tmp_path, capsys):
         (["comparisn", "--runs=x"], "unknown table 'comparisn'; did you mean 'comparison'?"),
         (["comparison", "--runs=absent"], "--runs: absent is not a directory"),
         (["comparison", "--run=x"], "did you mean '--runs'"),
-        ([], "usage: python -m experiments.report"),
+        ([], "see python -m experiments.report --help"),
     ],
 )
 def test_mistakes_are_one_line(argv, message, capsys, tmp_path, monkeypatch):
