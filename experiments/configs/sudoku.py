@@ -53,7 +53,8 @@ RIVALS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 ALPHAS = {f"cpu4_alpha_{a1}_{a2}": (a1 / 100, a2 / 100) for a1 in (25, 75) for a2 in (25, 75)}
-VARIANTS = ("fprm", *PAPER_RIVALS, "cpu4", "cpu9", *RIVALS, *ALPHAS)
+CPU9 = {"cpu9": "mlp_mixer", "cpu9_attention": "transformer"}
+VARIANTS = ("fprm", *PAPER_RIVALS, "cpu4", *CPU9, *RIVALS, *ALPHAS)
 
 
 def get_config(variant: str = "cpu4") -> ConfigDict:
@@ -68,8 +69,8 @@ def get_config(variant: str = "cpu4") -> ConfigDict:
         return _rivals.replace(_paper(), variant)
     if variant == "cpu4":
         return _cpu4()
-    if variant == "cpu9":
-        return _cpu9()
+    if variant in CPU9:
+        return _cpu9(CPU9[variant])
     if variant in RIVALS:
         return _rival(variant, *RIVALS[variant])
     if variant in ALPHAS:
@@ -193,11 +194,12 @@ def _rival(variant: str, model: dict[str, Any], train: dict[str, Any]) -> Config
     return config
 
 
-def _cpu9() -> ConfigDict:
+def _cpu9(base: str) -> ConfigDict:
     return ConfigDict(
         {
             "model": _model(
                 9,
+                base=base,
                 hidden_size=96,
                 num_heads=4,
                 solver={
@@ -208,14 +210,14 @@ def _cpu9() -> ConfigDict:
             ),
             "task": {"name": "sudoku", "path": "sudoku9", "split": "random"},
             "train": {
-                "steps": 1000,
+                "steps": 6000,
                 "batch_size": 16,
                 "regime": "carry",
                 "window": 4,
                 "max_windows": 18,
             },
             "optimizer": {
-                "learning_rate": 1e-3,
+                "learning_rate": 3e-3,
                 "b2": 0.95,
                 "weight_decay": 0.01,
                 "warmup_steps": 200,
@@ -224,7 +226,7 @@ def _cpu9() -> ConfigDict:
                 "clip_norm": 1.0,
             },
             "ema": 0.995,
-            "eval": {"every": 500, "lengths": (81,), "max_examples": 600, "batch_size": 100},
+            "eval": {"every": 1000, "lengths": (81,), "max_examples": 600, "batch_size": 100},
             "checkpoint": {"every": 500, "keep": 2},
         }
     )
