@@ -28,6 +28,7 @@ from experiments import config as configs
 from experiments.errors import UserError, unknown
 from experiments.identity import data_name
 from experiments.tables import TABLES, Row, Table
+from experiments.tasks.arc_files import PUBLIC
 
 # These differ between runs of one line, unless an evaluation of the row overrides them.
 NOT_TOLD = ("seed", "eval.", "checkpoint.", "train.log_every")
@@ -125,6 +126,9 @@ def _read(path: Path) -> Finished:
         here = change["here"]
         config[key] = tuple(here) if isinstance(here, list) else here
     config["seed"] = result["seed"]
+    digest = result.get("data", {}).get("eval", {}).get("sha256")
+    if digest in PUBLIC:  # A folder with the tasks of a public set is that set.
+        config["task.path"] = PUBLIC[digest]
     return Finished(path, config, result)
 
 

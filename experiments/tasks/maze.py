@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 
 from experiments.tasks import puzzle_files, streams
-from experiments.tasks.puzzle_files import Puzzles
+from experiments.tasks.puzzle_files import Odd, Puzzles
 
 SYMBOLS = "# SGo"
 WALL, OPEN, START, GOAL, PATH = range(1, 6)  # token ids
@@ -461,12 +461,12 @@ def _check_length(length: int) -> str:
     return f"grids have {length} characters, which is not a square of whole rows"
 
 
-def _check(question: np.ndarray, answer: np.ndarray) -> dict[str, np.ndarray]:
+def _check(question: np.ndarray, answer: np.ndarray) -> dict[str, np.ndarray | Odd]:
     tokens, labels = _tokens(question), _tokens(answer)
-    odd_question = ((tokens == 0) | (tokens == PATH)).any(axis=1)
-    odd_answer = (labels == 0).any(axis=1)
+    odd_question = Odd(question, (tokens == 0) | (tokens == PATH))
+    odd_answer = Odd(answer, labels == 0)
     ends = ((tokens == START).sum(axis=1) == 1) & ((tokens == GOAL).sum(axis=1) == 1)
-    sound = ends & ~odd_question & ~odd_answer
+    sound = ends & ~(odd_question.bad | odd_answer.bad).any(axis=1)
     unreachable, wrong = np.zeros_like(ends), np.zeros_like(ends)
     unreachable[sound] = path_lengths(tokens[sound]) < 0
     wrong[sound] = ~valid(tokens[sound], labels[sound])

@@ -29,9 +29,22 @@ ON_ERROR = ("stop", "skip")
 CHUNK = 50_000
 DATA_DIR = Path(__file__).parent.parent / "data"
 
-# (questions, answers), both (N, L) character codes -> {reason: (N,) bool, True where it is broken};
-# the first reason that holds is the one reported.
-Check = Callable[[np.ndarray, np.ndarray], Mapping[str, np.ndarray]]
+
+class Odd(NamedTuple):
+    """Characters (N, L) of grids, and which of them must not be there, (N, L) bool."""
+
+    characters: np.ndarray
+    bad: np.ndarray
+
+    def where(self, row: int) -> str:
+        """The first bad character of a row, and its place in the grid's string, from 1."""
+        at = int(self.bad[row].argmax())
+        return f": {chr(self.characters[row, at])!r} at position {at + 1}"
+
+
+# (questions, answers), both (N, L) character codes -> {reason: (N,) bool, True where it is broken,
+# or the odd characters that break it}; the first reason that holds is the one reported.
+Check = Callable[[np.ndarray, np.ndarray], Mapping[str, np.ndarray | Odd]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +65,7 @@ class Puzzles:
     """N puzzles of one file.
 
     Attributes:
+      folder: name of the folder that the file lies in; "" for a shipped file.
       name: file name.
       sha256: of the file's bytes as they lie on disk.
       question: (N, L) uint8 character codes.
@@ -61,6 +75,7 @@ class Puzzles:
       problems: the rows left out.
     """
 
+    folder: str
     name: str
     sha256: str
     question: np.ndarray
@@ -73,9 +88,9 @@ class Puzzles:
         return len(self.question)
 
     def identity(self) -> dict[str, object]:
-        """Name, number of puzzles used and left out, and hash."""
+        """Folder and name, number of puzzles used and left out, and hash."""
         return {
-            "file": self.name,
+            "file": f"{self.folder}/{self.name}" if self.folder else self.name,
             "puzzles": len(self),
             "rejected": len(self.problems),
             "sha256": self.sha256,
@@ -146,6 +161,7 @@ def read(path: Path, check_length: Callable[[int], str], check: Check, on_error:
     _report(path, problems, total + sum(p.early for p in problems), on_error)
     kept = [row for part in parts for row in part[2]]
     return Puzzles(
+        folder="" if path.parent == DATA_DIR else Path(os.path.abspath(path)).parent.name,
         name=path.name,
         sha256=_sha256(path),
         question=np.concatenate([part[0] for part in parts]),
@@ -213,8 +229,8 @@ def _good(
             if len(text) != length:
                 reason = f"{name} has {len(text)} characters, expected {length}"
             elif not text.isascii():
-                odd = next(c for c in text if not c.isascii())
-                reason = f"{name} has the bad character {odd!r}"
+                at, odd = next((i, c) for i, c in enumerate(text, 1) if not c.isascii())
+                reason = f"{name} has the bad character {odd!r} at position {at}"
             else:
                 continue
             problems.append(Problem(str(path), row.line, reason))
@@ -224,9 +240,11 @@ def _good(
     question = codes("".join(row.question for row in whole)).reshape(-1, length)
     answer = codes("".join(row.answer for row in whole)).reshape(-1, length)
     good = np.ones(len(whole), bool)
-    for reason, broken in check(question, answer).items():
-        for i in np.flatnonzero(broken & good):
-            problems.append(Problem(str(path), whole[i].line, reason))
+    for reason, found in check(question, answer).items():
+        broken = found.bad.any(axis=1) if isinstance(found, Odd) else found
+        for i in np.flatnonzero(broken & good).tolist():
+            where = found.where(i) if isinstance(found, Odd) else ""
+            problems.append(Problem(str(path), whole[i].line, reason + where))
         good &= ~broken
     kept = [(whole[i].rating, whole[i].source) for i in np.flatnonzero(good)]
     return question[good], answer[good], kept

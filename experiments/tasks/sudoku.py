@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 
 from experiments.tasks import puzzle_files, streams
-from experiments.tasks.puzzle_files import Puzzles
+from experiments.tasks.puzzle_files import Odd, Puzzles
 
 DIGITS = "123456789ABCDEFGHIJKLMNOP"
 BLANKS = ".0"
@@ -365,7 +365,7 @@ def _check_length(length: int) -> str:
     return f"grids have {length} characters; a Sudoku has {sizes}"
 
 
-def _check(question: np.ndarray, answer: np.ndarray) -> dict[str, np.ndarray]:
+def _check(question: np.ndarray, answer: np.ndarray) -> dict[str, np.ndarray | Odd]:
     side = round(question.shape[1] ** 0.5)
     digit = np.zeros(256, np.uint8)
     digit[puzzle_files.codes(DIGITS[:side])] = np.arange(1, side + 1)
@@ -374,10 +374,10 @@ def _check(question: np.ndarray, answer: np.ndarray) -> dict[str, np.ndarray]:
     asked, answered = digit[question], digit[answer]
     digits = f"{DIGITS[0]}-{DIGITS[side - 1]}"
     return {
-        f"question has a character other than {digits}, '.' and 0": (
-            (asked == 0) & ~blank[question]
-        ).any(axis=1),
-        f"answer has a character other than {digits}": (answered == 0).any(axis=1),
+        f"question has a character other than {digits}, '.' and 0": Odd(
+            question, (asked == 0) & ~blank[question]
+        ),
+        f"answer has a character other than {digits}": Odd(answer, answered == 0),
         "answer contradicts question": ((asked > 0) & (asked != answered)).any(axis=1),
         "answer is not a solution": ~valid(answered),
     }

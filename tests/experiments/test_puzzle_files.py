@@ -14,9 +14,15 @@ PAIRS = [
     ("x,1234341221434.21,1234341221434321,nan", "rating 'nan' is not a number"),
     ("x,1234341221434.2,1234341221434321,1", "question has 15 characters, expected 16"),
     ("x,1234341221434.21,12343412214343211,1", "answer has 17 characters, expected 16"),
-    ("x,123434122143é.21,1234341221434321,1", "question has the bad character 'é'"),
-    ("x,1234341221435.21,1234341221434321,1", "question has a character other than 1-4"),
-    ("x,1234341221434.21,123434122143432.,1", "answer has a character other than 1-4"),
+    ("x,123434122143é.21,1234341221434321,1", "question has the bad character 'é' at position 13"),
+    (
+        "x,1234341221435.21,1234341221434321,1",
+        "question has a character other than 1-4, '.' and 0: '5' at position 13",
+    ),
+    (
+        "x,1234341221434.21,123434122143432.,1",
+        "answer has a character other than 1-4: '.' at position 16",
+    ),
     ("x,4234341221434.21,1234341221434321,1", "answer contradicts question"),
     ("x,123434122143....,1234341221431234,1", "answer is not a solution"),
 ]

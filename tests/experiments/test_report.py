@@ -4,6 +4,7 @@ import pytest
 
 from experiments import config as configs
 from experiments import report, tables
+from experiments.tasks.arc_files import PUBLIC
 from tests.experiments.conftest import tiny
 
 CURVE = {
@@ -120,6 +121,20 @@ def test_runs_on_other_data_are_lines_of_their_own(tmp_path):
     found, _ = report.find([str(small), str(large)])
     lines = [line for line in report.lines(tables.COMPARISON, found) if line.runs]
     assert [line.apart for line in lines] == ["sha256=abababab", "sha256=cdcdcdcd"]
+
+
+def test_a_folder_with_the_tasks_of_a_public_set_is_that_set(tmp_path):
+    config = tiny()
+    config["task"] = {"name": "arc", "path": "ARC-AGI/data"}
+    run = write_run(tmp_path / "r", config, pass_at_2=0.5)
+    assert not [line for line in report.lines(tables.REASONERS, report.find([str(run)])[0])
+                if line.runs]  # fmt: skip
+    result = json.loads((run / "result.json").read_text())
+    result["data"]["eval"]["sha256"] = next(k for k, v in PUBLIC.items() if v == "arc-agi-2")
+    (run / "result.json").write_text(json.dumps(result))
+    found, _ = report.find([str(run)])
+    (line,) = [line for line in report.lines(tables.REASONERS, found) if line.runs]
+    assert line.row.label == "ARC-2: FPRM"
 
 
 def test_a_config_from_before_a_key_has_its_default(tmp_path):

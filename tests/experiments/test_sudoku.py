@@ -192,7 +192,8 @@ def test_a_folder_of_two_files(tmp_path):
     puzzle_files.write(tmp_path / "test.csv", other)
     task = Sudoku(path=str(tmp_path), split="given")
     assert (task.eval_size, task.vocab_size, task.length) == (2, 6, 16)
-    assert task.identity("train")["file"] == "train.csv"
+    # Sudoku-Extreme and Maze-Hard both have a train.csv: the folder tells them apart.
+    assert task.identity("train")["file"] == f"{tmp_path.name}/train.csv"
     hard = Sudoku(path=str(tmp_path), split="easy_to_hard", train_empties=(1, 1))
     assert hard.eval_size == 1
 
