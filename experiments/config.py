@@ -87,8 +87,26 @@ DEFAULTS: dict[str, Any] = {
 
 REGIMES = ("solve", "carry")
 
-# Keys that may differ when a run is continued: they do not change what a training step does.
-FREE = ("eval.", "checkpoint.", "train.log_every", "train.prefetch", "model.solver.eval.")
+# Which keys may differ from the config of the run in a workdir; all others are refused.
+# When it is continued: those that do not change what a training step does, and `train.steps` where
+# the learning rate does not depend on it. Once it is finished, only those that are NOT_MEASURED:
+# another number would replace the run's own.
+CONTINUE = ("eval.", "checkpoint.", "train.log_every", "train.prefetch", "model.solver.eval.")
+# When it is evaluated: other data too, as the result names both ...
+EVALUATE = (*CONTINUE, "task.")
+# ... but on the very file that it was trained on not these, which decide what is held out of it,
+SPLIT = tuple(
+    f"task.{name}"
+    for name in (
+        *("split", "eval_share", "train_empties", "train_puzzles"),  # Sudokus
+        *("eval_fraction", "eval_path"),  # texts
+    )
+)
+# ... and where the model has an embedding for each puzzle, nothing that numbers the puzzles anew:
+# these, of the `identity` of the data, must be as they were. `experiments.origin` checks both.
+NUMBERING = ("task", "sha256", "augmentations", "seed")
+# What is measured does not depend on these; nor on `eval.batch_size`, see `is_measured`.
+NOT_MEASURED = ("eval.every", "checkpoint.", "train.")
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -356,8 +374,13 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tup
 
 def is_free(key: str, new: Mapping[str, Any], mode: str = "train") -> bool:
     """Whether a run may be continued ("train") or evaluated ("eval") although this key differs."""
-    if mode == "eval" and key.startswith("task."):
-        return True  # Other data, or other votes; the result names both.
     if key == "train.steps":  # A longer run; the learning rate so far must not depend on it.
         return new["optimizer"]["schedule"] == "constant"
-    return key.startswith(FREE)
+    return key.startswith(EVALUATE if mode == "eval" else CONTINUE)
+
+
+def is_measured(key: str, new: Mapping[str, Any]) -> bool:
+    """Whether an evaluation may come to other numbers because this key differs."""
+    if key == "eval.batch_size":  # Where a batch halts as one, an example's steps depend on it.
+        return new["model"]["solver"]["eval"]["halting"] == "batch"
+    return not key.startswith(NOT_MEASURED)

@@ -21,6 +21,7 @@ import numpy as np
 
 import fpr
 from experiments import budget, optim, plots, tasks
+from experiments import config as configs
 from experiments.checkpoint import Checkpoints
 from experiments.context import Run
 from experiments.errors import UserError
@@ -53,10 +54,6 @@ class Origin:
     imported: Mapping[str, Any] | None = None
 
 
-# Overrides of these do not change what is measured.
-NOT_MEASURED = ("eval.every", "eval.batch_size", "checkpoint.", "train.")
-
-
 def evaluate_checkpoint(
     run: Run, changed: Mapping[str, tuple[Any, Any]] | None = None
 ) -> dict[str, Any]:
@@ -74,7 +71,7 @@ def evaluate_checkpoint(
     state, origin = _restore(run, changed)
     records = read_metrics(run.path / "metrics.jsonl")
     run.clock.continue_from(records)
-    overrides = {k: v for k, v in changed.items() if not k.startswith(NOT_MEASURED)}
+    overrides = {k: v for k, v in changed.items() if configs.is_measured(k, run.config)}
     if overrides:
         path = run.path / "evaluations" / override_name(overrides)
         path.mkdir(parents=True, exist_ok=True)
@@ -112,16 +109,20 @@ def _restore(run: Run, changed: Mapping[str, tuple[Any, Any]]) -> tuple[TrainSta
 
 
 def override_name(overrides: Mapping[str, tuple[Any, Any]]) -> str:
-    """A directory name for overrides: "solver.eval.decay=0.997,solver.eval.patience=10"."""
+    """A directory name for overrides: "solver.eval.decay=0.997,solver.eval.patience=10".
+
+    A text that cannot stand in a name, or is long, is told from others like it by its hash.
+    """
 
     def text(value: Any) -> str:
         return "+".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
     parts = (f"{k.removeprefix('model.')}={text(v[1])}" for k, v in sorted(overrides.items()))
-    name = re.sub(r"[^\w.=,+-]+", "_", ",".join(parts))
-    if len(name) <= 120:
+    whole = ",".join(parts)
+    name = re.sub(r"[^\w.=,+-]+", "_", whole)
+    if name == whole and len(name) <= 120:
         return name
-    return f"{name[:100]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
+    return f"{name[:100]}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
 
 
 def finish(

@@ -34,8 +34,9 @@ class Workdir:
           mode: "train" or "eval".
 
         Raises:
-          UserError: it cannot be written, is in use, holds a run of another config or files that
-            are not a run's, or has nothing to evaluate.
+          UserError: it cannot be written, is in use, holds a run of another config, a finished run
+            whose numbers `config` would replace, or files that are not a run's, or has nothing to
+            evaluate.
         """
         self.path = Path(path)
         self.changed: dict[str, tuple[Any, Any]] = {}
@@ -100,7 +101,21 @@ def _compare(file: Path, config: Mapping[str, Any], mode: str) -> dict[str, tupl
             f"cannot {verb} the run in {file.parent}: its config differs in {shown}; "
             "use another --workdir or the same values"
         )
+    measured = [key for key in changed if configs.is_measured(key, config)]
+    if mode == "train" and measured and _finished(file.parent, config["train"]["steps"]):
+        raise UserError(
+            f"the run in {file.parent} is finished, and other values of {', '.join(measured)} "
+            "would replace its result; evaluate it with them by --mode=eval"
+        )
     return changed
+
+
+def _finished(path: Path, steps: int) -> bool:
+    """Whether result.json has the numbers of a run that has made so many steps."""
+    try:
+        return json.loads((path / "result.json").read_text())["step"] >= steps
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _refuse_foreign(path: Path) -> None:

@@ -166,3 +166,13 @@ def test_differences_survive_json_and_name_what_may_change():
     assert not configs.is_free("seed", new)
     assert configs.is_free("train.steps", new)
     assert not configs.is_free("train.steps", tiny(optimizer__schedule="cosine"))
+    assert configs.is_free("task.path", new, "eval")
+    assert not configs.is_free("task.path", new)
+
+
+def test_the_batch_size_is_measured_where_a_batch_halts_as_one():
+    for halting, measured in (("sample", False), ("never", False), ("batch", True)):
+        config = tiny(model__solver__eval__halting=halting)
+        assert configs.is_measured("eval.batch_size", config) == measured
+    assert configs.is_measured("eval.max_examples", tiny())
+    assert not configs.is_measured("eval.every", tiny())

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -146,9 +147,18 @@ def test_train_then_evaluate_again(command, capsys, tmp_path):
     assert command("--config.train.steps=2") == 0
     assert "continuing at step 2 of 2" in capsys.readouterr().out
     again = json.loads((path / "result.json").read_text())
+    config = json.loads((path / "config.json").read_text())
     records = read_metrics(path / "metrics.jsonl")
     keys = [(r["split"], r["step"], r.get("length")) for r in records]
     assert sorted(keys, key=str) == [("eval", 2, 4), ("eval", 2, 6), ("train", 2, None)]
+
+    # Without --mode=eval, other numbers would take the place of the run's.
+    assert command("--config.train.steps=2", "--config.model.solver.eval.max_steps=3") == 2
+    line = one_line(capsys)
+    assert "is finished, and other values of model.solver.eval.max_steps would replace" in line
+    assert "--mode=eval" in line
+    assert json.loads((path / "result.json").read_text()) == again
+    assert json.loads((path / "config.json").read_text()) == config
 
     flags = ("--config.train.steps=2", "--config.eval.lengths=(4,)", "--config.eval.max_examples=3")
     assert command(*flags, "--mode=eval") == 0
@@ -187,10 +197,12 @@ def test_names_of_evaluations():
         "task.path": ("", "/data/a b"),
     }  # fmt: skip
     name = override_name(overrides)
-    assert name == "eval.lengths=8+16,solver.eval.decay=0.997,task.path=_data_a_b"
-    long = {"task.path": ("", "x" * 300)}, {"task.path": ("", "x" * 300 + "y")}
-    names = [override_name(o) for o in long]
-    assert len({*names}) == 2
+    whole = "eval.lengths=8+16,solver.eval.decay=0.997,task.path=_data_a_b"
+    assert re.fullmatch(re.escape(whole) + "-[0-9a-f]{8}", name)
+    paths = ("data/a/b", "data/a_b", "data_a_b", "x" * 300, "x" * 300 + "y")
+    names = [override_name({"task.path": ("", path)}) for path in paths]
+    assert names[2] == "task.path=data_a_b"
+    assert len({*names}) == len(paths)
     assert max(map(len, names)) < 120
 
 

@@ -76,6 +76,29 @@ def test_changes_that_are_allowed_are_reported(tmp_path):
         Workdir(tmp_path, tiny(optimizer__b1=0.5), "eval")
 
 
+def test_a_finished_run_keeps_its_numbers(tmp_path):
+    def claim(mode="train", **changes):
+        with Workdir(tmp_path, tiny(**changes), mode) as opened:
+            return opened.changed
+
+    claim()
+    write_json(tmp_path / "result.json", {"step": 3})  # evaluated in between
+    steps = {"model__solver__eval__max_steps": 9}
+    assert claim(**steps)  # the run itself goes on, with these from now on
+    write_json(tmp_path / "result.json", {"step": 6})
+    before = (tmp_path / "config.json").read_text()
+    for change in ({"model__solver__eval__max_steps": 10}, steps | {"eval__max_examples": 9}):
+        with pytest.raises(
+            UserError, match=r"is finished, and other values of .*(max_steps|examples) would"
+        ):
+            claim(**change)
+        assert claim("eval", **change)
+    assert (tmp_path / "config.json").read_text() == before
+    # These change no number, and more steps replace the result anyway.
+    assert claim(**steps, eval__batch_size=3, eval__every=2, checkpoint__keep=1)
+    assert claim(**steps, train__steps=8, eval__max_examples=9)
+
+
 def test_clock_goes_on_after_a_restart():
     clock = Clock()
     with clock.measure("evaluation"):
