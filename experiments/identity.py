@@ -35,7 +35,10 @@ def data_name(identity: Mapping[str, Any], examples: Sequence[int] = ()) -> str:
 
 
 def data_line(
-    train: Mapping[str, Any] | None, evaluated: Mapping[str, Any], examples: Sequence[int]
+    train: Mapping[str, Any] | None,
+    evaluated: Mapping[str, Any],
+    examples: Sequence[int],
+    step: int | None = 0,
 ) -> str:
     """What a run was evaluated on and what it was trained on, in one line.
 
@@ -43,6 +46,7 @@ def data_line(
       train: identity of the training data, None for imported weights.
       evaluated: identity of the evaluation data.
       examples: how many were evaluated, by length.
+      step: optimiser steps that had been made when `train` was recorded, None if it never was.
     """
     text = f"data: {data_name(evaluated, examples)}"
     if "split_rule" in evaluated:
@@ -53,4 +57,6 @@ def data_line(
     for key in ("augmentations", "augmentation"):
         if key in train:
             text += f", {key} {train[key]}"
-    return text
+    if step is None:
+        return f"{text} (as the data is now: the run did not record it)"
+    return text + (f" (as recorded at step {step}, not before)" if step else "")

@@ -20,13 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import fpr
-from experiments import budget, optim, plots, tasks
+from experiments import budget, optim, plots
 from experiments import config as configs
 from experiments.checkpoint import Checkpoints
 from experiments.context import Run
 from experiments.errors import UserError
 from experiments.evaluate import METRICS, Evaluator
 from experiments.identity import data_line
+from experiments.origin import Changed, Origin, digest, numbered, of_evaluation
 from experiments.progress import duration
 from experiments.steps import TrainState, averaged, init_state
 from experiments.workdir import read_metrics, write_json
@@ -40,23 +41,7 @@ AVERAGED, LAST = "averaged (EMA)", "last"
 IMPORTED = {"ema": AVERAGED, "model": LAST, "unnamed": "the only ones in the imported file"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Origin:
-    """Where the evaluated weights come from.
-
-    Attributes:
-      data: identity of the data that they were trained on, None where that is not known.
-      imported: content of imported.json, which `experiments.import_torch` writes; None for a run
-        trained here.
-    """
-
-    data: Mapping[str, Any] | None
-    imported: Mapping[str, Any] | None = None
-
-
-def evaluate_checkpoint(
-    run: Run, changed: Mapping[str, tuple[Any, Any]] | None = None
-) -> dict[str, Any]:
+def evaluate_checkpoint(run: Run, changed: Changed | None = None) -> dict[str, Any]:
     """Evaluates the newest checkpoint in the workdir and writes result.json and figures again.
 
     Args:
@@ -65,13 +50,15 @@ def evaluate_checkpoint(
         results go to a directory of their own.
 
     Raises:
-      UserError: there is no checkpoint that can be read, and no imported weights.
+      UserError: there is no checkpoint that can be read, and no imported weights, or the data is
+        not such that the run may be evaluated on it.
     """
     changed = changed or {}
-    state, origin = _restore(run, changed)
+    state, origin, other_data = _restore(run, changed)
     records = read_metrics(run.path / "metrics.jsonl")
     run.clock.continue_from(records)
     overrides = {k: v for k, v in changed.items() if configs.is_measured(k, run.config)}
+    overrides |= other_data
     if overrides:
         path = run.path / "evaluations" / override_name(overrides)
         path.mkdir(parents=True, exist_ok=True)
@@ -80,10 +67,20 @@ def evaluate_checkpoint(
     return finish(run, state, Evaluator(run)(averaged(state)), records, origin, overrides)
 
 
-def _restore(run: Run, changed: Mapping[str, tuple[Any, Any]]) -> tuple[TrainState, Origin]:
-    """The newest checkpoint or the imported weights, and where they come from."""
+def _restore(run: Run, changed: Changed) -> tuple[TrainState, Origin, Changed]:
+    """The newest checkpoint or the imported weights, and where they come from.
+
+    Also returns {"task.sha256": (there, here)} where the data has another content than when the run
+    was trained, although the config names the same.
+    """
     config = run.config
     if not (run.path / "checkpoints").is_dir() and (run.path / "weights.npz").is_file():
+        if numbered(run):
+            raise UserError(
+                f"cannot evaluate the imported weights in {run.path}: each row of their puzzle "
+                "embedding belongs to a puzzle by the authors' numbering, which is not that of "
+                f"task.name={config['task']['name']!r}; only their own list of puzzles tells it"
+            )
         try:
             params = fpr.load(run.path)[1]
         except ValueError as error:
@@ -92,23 +89,23 @@ def _restore(run: Run, changed: Mapping[str, tuple[Any, Any]]) -> tuple[TrainSta
         file = run.path / "imported.json"
         imported = json.loads(file.read_text()) if file.is_file() else {}
         state = TrainState(jnp.zeros((), jnp.int32), params, None, None, None)
-        return state, Origin(None, imported)
-    # The checkpoint has the shapes of the trained run, whatever data it is evaluated on.
-    trained = {k.removeprefix("task."): v[0] for k, v in changed.items() if k.startswith("task.")}
-    task = tasks.build({**config["task"], **trained}, config["seed"]) if trained else run.task
+        return state, Origin(None, imported=imported), {}
+    record = of_evaluation(run, changed)
     optimizer = optim.make_optimizer(config["optimizer"], config["train"]["steps"])
-    example = task.train_batch(0, config["train"]["batch_size"])
-    like = jax.eval_shape(functools.partial(init_state, config, optimizer, example))
+    # The checkpoint has the shapes of the trained run, whatever data it is evaluated on.
+    like = jax.eval_shape(functools.partial(init_state, config, optimizer, record.example()))
     with Checkpoints(run.path, config["checkpoint"]["keep"]) as checkpoints:
         restored = checkpoints.restore(like, run.progress.say)
     if restored is None:
         raise UserError(f"nothing to evaluate: {run.path} holds no checkpoint that can be read")
     step, state = restored
     run.progress.say(f"evaluating the checkpoint of step {step}")
-    return state, Origin(task.identity("train"))
+    there, here = (digest(i)[:8] for i in (record.eval, run.task.identity("eval")))
+    same = there == here or any(key.startswith("task.") for key in changed)
+    return state, record.origin, {} if same else {"task.sha256": (there, here)}
 
 
-def override_name(overrides: Mapping[str, tuple[Any, Any]]) -> str:
+def override_name(overrides: Changed) -> str:
     """A directory name for overrides: "solver.eval.decay=0.997,solver.eval.patience=10".
 
     A text that cannot stand in a name, or is long, is told from others like it by its hash.
@@ -131,7 +128,7 @@ def finish(
     results: Results,
     records: Sequence[Mapping[str, Any]],
     origin: Origin,
-    overrides: Mapping[str, tuple[Any, Any]] | None = None,
+    overrides: Changed | None = None,
 ) -> dict[str, Any]:
     """Writes result.json and the figures, prints the table; returns result.json's content.
 
@@ -159,7 +156,11 @@ def finish(
         "overrides": {k: {"trained": a, "here": b} for k, (a, b) in (overrides or {}).items()},
         "task": config["task"],
         "solver": config["model"]["solver"]["eval"],
-        "data": {"train": origin.data, "eval": run.task.identity("eval")},
+        "data": {
+            "train": origin.data,
+            "train_recorded_at_step": origin.step,  # None: what the config names today
+            "eval": run.task.identity("eval"),
+        },
         **{name: {n: r[name] for n, r in results.items()} for name in names},
         "metrics": {k: v for k, v in METRICS.items() if any(n.startswith(k) for n in names)},
         "budget": curves,
@@ -188,7 +189,7 @@ def finish(
             said = ", ".join(f"{name.replace('_', ' ')} {r[name]:.4g}" for name in headline)
             say(f"length {length}: {said}")
     examples = [r["examples"] for r in results.values()]
-    say(data_line(origin.data, content["data"]["eval"], examples))
+    say(data_line(origin.data, content["data"]["eval"], examples, origin.step))
     # A fixed number of loops is not a solve that could fail.
     fixed_loops = config["model"]["solver"]["eval"]["halting"] == "never"
     for length, r in results.items():

@@ -5,7 +5,8 @@
 
 --mode=eval evaluates the newest checkpoint again. Overrides of model.solver.eval (more compute at
 test time: max_steps, decay, patience), of eval and of task (other data) leave the run as it is:
-their results go to a directory of their own in WORKDIR/evaluations.
+their results go to a directory of their own in WORKDIR/evaluations. What may differ from the run,
+and what may not, stands in experiments/config.py.
 
 Exit codes: 0 done, 1 the training diverged, 2 a mistake in the command, config or workdir,
 128 + n stopped by signal n with a checkpoint saved.

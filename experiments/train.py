@@ -17,14 +17,14 @@ from typing import Any
 import jax
 import optax
 
-from experiments import curriculum, optim
+from experiments import curriculum, optim, origin
 from experiments.checkpoint import Checkpoints
 from experiments.context import Run
 from experiments.errors import UserError
 from experiments.evaluate import Evaluator
 from experiments.prefetch import Prefetch
 from experiments.progress import line
-from experiments.result import Origin, finish
+from experiments.result import finish
 from experiments.steps import TrainState, averaged, init_state, make_train_step
 from experiments.workdir import MetricsLog, write_weights
 
@@ -48,7 +48,7 @@ def train(run: Run) -> dict[str, Any]:
     Raises:
       Interrupted: on SIGTERM or SIGINT, after saving.
       Diverged: the loss or the gradient is NaN or infinite.
-      UserError: the workdir's run is already past `train.steps`.
+      UserError: the workdir's run is already past `train.steps`, or was trained on other data.
     """
     config, steps = run.config, run.config["train"]["steps"]
     optimizer = optim.make_optimizer(config["optimizer"], steps)
@@ -59,6 +59,7 @@ def train(run: Run) -> dict[str, Any]:
         start, state = restored or (0, init())
         if start > steps:
             raise UserError(f"{run.path} is at step {start} already, past train.steps={steps}")
+        source = origin.record(run.path, run.task, example, start)
         if restored:
             run.progress.say(f"continuing at step {start} of {steps}")
         with MetricsLog(run.path, start) as log:
@@ -69,8 +70,7 @@ def train(run: Run) -> dict[str, Any]:
                 checkpoints.wait()
             # From here on a signal may end the program: rerunning it comes back to this line.
             results = loop.results or loop.evaluate(steps, state)
-            origin = Origin(run.task.identity("train"))
-            return finish(run, state, results, log.records, origin)
+            return finish(run, state, results, log.records, source)
 
 
 @contextlib.contextmanager

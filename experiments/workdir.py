@@ -1,4 +1,7 @@
-"""A run's directory: config.json, metrics.jsonl, weights.npz, result.json, and who may use it."""
+"""A run's directory: config.json, metrics.jsonl, weights.npz, result.json, and who may use it.
+
+`experiments.origin` keeps data.json there, `experiments.checkpoint` the checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from experiments import config as configs
 from experiments.errors import UserError
 from fpr.registry import flatten
 
-OUR_FILES = ("metrics.jsonl", "checkpoints", "weights.npz", "result.json")
+OUR_FILES = ("data.json", "metrics.jsonl", "checkpoints", "weights.npz", "result.json")
 
 
 class Workdir:
