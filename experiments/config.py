@@ -95,13 +95,10 @@ CONTINUE = ("eval.", "checkpoint.", "train.log_every", "train.prefetch", "model.
 # When it is evaluated: other data too, as the result names both ...
 EVALUATE = (*CONTINUE, "task.")
 # ... but on the very file that it was trained on not these, which decide what is held out of it,
-SPLIT = tuple(
-    f"task.{name}"
-    for name in (
-        *("split", "eval_share", "train_empties", "train_puzzles"),  # Sudokus
-        *("eval_fraction", "eval_path"),  # texts
-    )
-)
+SPLIT = (
+    "task.split", "task.eval_share", "task.train_empties", "task.train_puzzles",  # Sudokus
+    "task.eval_fraction", "task.eval_path",  # texts
+)  # fmt: skip
 # ... and where the model has an embedding for each puzzle, nothing that numbers the puzzles anew:
 # these, of the `identity` of the data, must be as they were. `experiments.origin` checks both.
 NUMBERING = ("task", "sha256", "augmentations", "seed")
