@@ -30,7 +30,7 @@ from experiments.identity import data_line
 from experiments.origin import Changed, Origin, digest, numbered, of_evaluation
 from experiments.progress import duration
 from experiments.steps import TrainState, averaged, init_state
-from experiments.workdir import read_metrics, write_json
+from experiments.workdir import IMPORTED, read_metrics, write_json
 from fpr import registry
 
 Results = Mapping[int, Mapping[str, Any]]
@@ -38,7 +38,7 @@ Scales = Mapping[str, tuple[float, np.ndarray]]
 
 # What `weights` of result.json says: of a run trained here, and of imported weights by their kind.
 AVERAGED, LAST = "averaged (EMA)", "last"
-IMPORTED = {"ema": AVERAGED, "model": LAST, "unnamed": "the only ones in the imported file"}
+WEIGHTS = {"ema": AVERAGED, "model": LAST, "unnamed": "the only ones in the imported file"}
 
 
 def evaluate_checkpoint(run: Run, changed: Changed | None = None) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def _restore(run: Run, changed: Changed) -> tuple[TrainState, Origin, Changed]:
         except ValueError as error:
             raise UserError(str(error)) from error
         run.progress.say("evaluating weights.npz, which was not trained here")
-        file = run.path / "imported.json"
+        file = run.path / IMPORTED
         imported = json.loads(file.read_text()) if file.is_file() else {}
         state = TrainState(jnp.zeros((), jnp.int32), params, None, None, None)
         return state, Origin(None, imported=imported), {}
@@ -150,7 +150,7 @@ def finish(
         "model": config["model"]["name"],
         "parameters": sum(a.size for a in jax.tree.leaves(params)),
         "step": int(state.step),
-        "weights": IMPORTED.get(imported.get("weights", ""), trained),
+        "weights": WEIGHTS.get(imported.get("weights", ""), trained),
         "imported": imported or None,
         "seed": config["seed"],
         "overrides": {k: {"trained": a, "here": b} for k, (a, b) in (overrides or {}).items()},

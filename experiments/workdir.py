@@ -19,6 +19,7 @@ from experiments import config as configs
 from experiments.errors import UserError
 from fpr.registry import flatten
 
+IMPORTED = "imported.json"  # where weights came from that `experiments.import_torch` has written
 OUR_FILES = ("data.json", "metrics.jsonl", "checkpoints", "weights.npz", "result.json")
 
 
@@ -38,8 +39,8 @@ class Workdir:
 
         Raises:
           UserError: it cannot be written, is in use, holds a run of another config, a finished run
-            whose numbers `config` would replace, or files that are not a run's, or has nothing to
-            evaluate.
+            whose numbers `config` would replace, imported weights that training would replace, or
+            files that are not a run's, or has nothing to evaluate.
         """
         self.path = Path(path)
         self.changed: dict[str, tuple[Any, Any]] = {}
@@ -53,6 +54,11 @@ class Workdir:
             else:
                 _refuse_foreign(self.path)
             if mode == "train":
+                if (self.path / IMPORTED).exists():
+                    raise UserError(
+                        f"workdir {self.path} holds imported weights, which training "
+                        "would replace; use another --workdir, or --mode=eval"
+                    )
                 write_json(config_file, config)
         except BaseException:
             self.close()

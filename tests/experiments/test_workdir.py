@@ -51,6 +51,14 @@ def test_weights_are_what_load_reads(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "weights.npz"]
 
 
+def test_imported_weights_are_not_trained_over(tmp_path):
+    for name, content in (("config.json", tiny()), ("imported.json", {"file": "x.pt"})):
+        write_json(tmp_path / name, content)
+    Workdir(tmp_path, tiny(), "eval").close()
+    with pytest.raises(UserError, match=r"imported weights.*or --mode=eval"):
+        Workdir(tmp_path, tiny(), "train")
+
+
 def test_a_failed_write_leaves_the_old_file(tmp_path):
     path = tmp_path / "f"
     path.write_text("old")
