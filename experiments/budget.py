@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import fpr
-from experiments import losses
+from experiments import flops, losses
 from experiments.context import Run
 from experiments.evaluate import Evaluator, layers_per_step, read_samples
+from experiments.flops import Flops
 from fpr.models import base
 from fpr.solvers import Damped
 
@@ -121,6 +122,8 @@ def curves(run: Run, params: PyTree, evaluator: Evaluator) -> dict[int, dict[str
             continue
         at = budgets(options["budget_steps"] or _enough(solver, int(layer_steps.max())))
         size = min(options["batch_size"], count)
+        with run.clock.measure("compile"):
+            operations = flops.count(config["model"], params, evaluator.batch(length, 0, 1, 1))
         labelled, parts, compiled = [], [], None
         for start in range(0, count, size):
             n = min(size, count - start)
@@ -140,9 +143,11 @@ def curves(run: Run, params: PyTree, evaluator: Evaluator) -> dict[int, dict[str
             course,
             at,
             labelled=np.concatenate(labelled),
-            halted=layer_steps.max(axis=1),
+            layer_steps=layer_steps,
             answer=samples["correct"][:count],
-            scale=layers_per_step(config["model"], layer_steps) * layer_steps.shape[1],
+            scale=layers_per_step(config["model"], layer_steps),
+            operations=operations,
+            most=solver.max_steps,
         )
     return found
 
@@ -157,9 +162,11 @@ def summarise(
     at: np.ndarray,
     *,
     labelled: np.ndarray,
-    halted: np.ndarray,
+    layer_steps: np.ndarray,
     answer: np.ndarray,
     scale: int,
+    operations: Flops,
+    most: int,
 ) -> dict[str, Any]:
     """Curves and the comparison of halting with saturation.
 
@@ -167,20 +174,24 @@ def summarise(
       course: what `follow` returned, R budgets of N examples.
       at: (R,) iterations of every loop.
       labelled: (N,) labelled tokens.
-      halted: (N,) iterations after which the solver halted each example.
+      layer_steps: (N, L) iterations after which the solver halted each example in each loop.
       answer: (N,) bool, the example was right where it halted.
-      scale: blocks that one iteration of all loops runs in sequence.
+      scale: blocks that one iteration of one loop runs in sequence.
+      operations: of an example.
+      most: the solver's own cap on iterations; ACT goes no further.
 
     Returns:
-      `iterations`, `effective_layers` (R budgets); `sequence_accuracy`, `token_accuracy` (R) and
-      the quartiles of `residual` (R) of solves that spend the whole budget; `halting`: the same
-      examples frozen where they halt, with the `effective_layers_mean` that they spend (R each);
-      `halted_at` and `saturated_at` (quartiles in iterations, and by example), where an example
-      saturates at the first budget from which its answer no longer changes;
+      `iterations`, `effective_layers`, `flops` (R budgets); `sequence_accuracy`, `token_accuracy`
+      (R) and the quartiles of `residual` (R) of solves that spend the whole budget; `halting`: the
+      same examples frozen where they halt, with the `effective_layers_mean` and `flops_mean` that
+      they spend (R each); `halted_at` and `saturated_at` (quartiles in iterations, and by example),
+      where an example saturates at the first budget from which its answer no longer changes;
       `halted_before_saturation` and `unsettled` (shares: halted too early; still changing at the
       last budget); with a Q head `act`: what halting at the first budget with a positive halting
-      logit gives.
+      logit gives, at the last one within `max_iterations` where there is none; `halted`: share of
+      examples with one.
     """
+    loops, halted = layer_steps.shape[1], layer_steps.max(axis=1)
     right, changed = np.asarray(course.right), np.asarray(course.changed)
     number = np.arange(len(at))[:, None]
     last_change = np.where(changed, number, 0).max(axis=0)
@@ -188,17 +199,21 @@ def summarise(
     unsettled = (last_change == len(at) - 1) & (len(at) > 1)
     within = at[:, None] < halted
     frozen = np.where(within, right, answer)
+    whole = np.repeat(at[:, None], loops, axis=1)
+    spent = np.minimum(at[:, None, None], layer_steps)  # (R, N, L)
     quartiles = np.quantile(np.asarray(course.residual, np.float64), (0.25, 0.5, 0.75), axis=1)
     found: dict[str, Any] = {
         "examples": len(halted),
         "iterations": at,
-        "effective_layers": at * scale,
+        "effective_layers": whole.sum(axis=1) * scale,
+        "flops": operations.of(whole),
         "sequence_accuracy": right.mean(axis=1),
         "token_accuracy": course.tokens.sum(axis=1) / max(1, labelled.sum()),
         "residual": dict(zip(QUARTILES, quartiles)),
         "halting": {
             "sequence_accuracy": frozen.mean(axis=1),
-            "effective_layers_mean": np.minimum(at[:, None], halted).mean(axis=1) * scale,
+            "effective_layers_mean": spent.sum(axis=2).mean(axis=1) * scale,
+            "flops_mean": operations.of(spent).mean(axis=1),
         },
         "halted_at": _spread(halted),
         "saturated_at": _spread(saturated),
@@ -206,12 +221,14 @@ def summarise(
         "unsettled": float(unsettled.mean()),
     }
     if course.q_halt is not None:
-        ready = np.asarray(course.q_halt) > 0
-        first = np.where(ready.any(axis=0), ready.argmax(axis=0), len(at) - 1)
+        ready = np.asarray(course.q_halt)[at <= most] > 0  # sigmoid(Q) > 1/2
+        first = np.where(ready.any(axis=0), ready.argmax(axis=0), len(ready) - 1)
         found["act"] = {
             "sequence_accuracy": float(right[first, np.arange(len(halted))].mean()),
-            "effective_layers_mean": float(at[first].mean() * scale),
+            "effective_layers_mean": float(found["effective_layers"][first].mean()),
+            "flops_mean": float(found["flops"][first].mean()),
             "halted": float(ready.any(axis=0).mean()),
+            "max_iterations": int(at[len(ready) - 1]),
         }
     return found
 

@@ -1,7 +1,9 @@
 """Evaluation: accuracy, solver steps, effective layers and FLOPs per length, in one batch shape.
 
 `METRICS` says what each number is; a puzzle adds what its own rules say (`Scored` in
-`experiments.tasks`). Every example's own steps and answer are in `samples.npz` of the run.
+`experiments.tasks`). Every example's own steps and answer are in `samples.npz` of the run. A model
+of fixed work with a trained Q head is also scored with "ACT at inference" (spec 2 section 4): each
+example where its halting logit is positive for the first time, within the same number of segments.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from experiments.context import Run
 from experiments.tasks import Scored
 from experiments.workdir import write_arrays
 from fpr import registry
+from fpr.models import base
+from fpr.solvers import select
 
 PyTree = Any
 Batch = Mapping[str, Any]
@@ -52,6 +56,9 @@ METRICS = {
     "flops_per_example": flops.METHOD,
     "converged": "share of examples whose residual fell below the solver's tolerance",
     "residual": "what the solver compared with its tolerance when the example halted",
+    "act": "the same numbers when the Q head ends each example (ACT at inference): at the first "
+    "segment whose halting probability is above 1/2, at the last one if there is none; halted: "
+    "share of examples that it ended",
     "sequential_difference": "distance of the solution found token by token from the one found for "
     "all tokens at once, over the norm of the latter; median over examples",
 }
@@ -74,7 +81,8 @@ class Evaluator:
         self._batch_size = min(config["eval"]["batch_size"], self._max_examples)
         # Far from the keys of training, which folds in 0 and 1.
         self._key = jax.random.fold_in(jax.random.key(config["seed"]), 2**31 - 1)
-        self._outcome = jax.jit(functools.partial(_outcome, config["model"]))
+        act = _ends_by_q_head(config)
+        self._outcome = jax.jit(functools.partial(_outcome, config["model"], act=act))
         self._sequential = jax.jit(functools.partial(fpr.sequential_difference, config["model"]))
         self._compiled: dict[int, Callable[..., Batch]] = {}
         self._flops: dict[int, flops.Flops] = {}
@@ -90,7 +98,7 @@ class Evaluator:
                     self._flops[length] = flops.count(self._run.config["model"], params, batch)
         with self._run.clock.measure("evaluation"):
             outcomes = {length: self._one_length(params, length) for length in self.lengths}
-            results = {n: self._summarise(n, outcome) for n, outcome in outcomes.items()}
+            results = {n: self._summarise(outcome) for n, outcome in outcomes.items()}
             for length, result in results.items():
                 result |= self._sequential_difference(params, length)
             samples = {f"{n}/{k}": v for n, o in outcomes.items() for k, v in _own(o).items()}
@@ -108,19 +116,20 @@ class Evaluator:
         key = jax.random.fold_in(self._key, length)
         return jax.vmap(lambda n: jax.random.fold_in(key, n))(number)
 
-    def _one_length(self, params: PyTree, length: int) -> dict[str, np.ndarray]:
-        """Outcome of every example, leaves (N, ...)."""
+    def _one_length(self, params: PyTree, length: int) -> dict[str, Any]:
+        """Outcome of every example, leaves (N, ...); see `_outcome`."""
         parts = []
         for start in range(0, self._max_examples, self._batch_size):
             count = min(self._batch_size, self._max_examples - start)
             batch = self.batch(length, start, count)
             outcome = self._compiled[length](params, batch, self.keys(length, start, count))
-            parts.append({k: np.asarray(v)[:count] for k, v in outcome.items()})
-        whole = {k: np.concatenate([p[k] for p in parts]) for k in parts[0]}
+            parts.append(jax.tree.map(lambda a, n=count: np.asarray(a)[:n], outcome))
+        whole: dict[str, Any] = jax.tree.map(lambda *a: np.concatenate(a), *parts)
         scale = layers_per_step(self._run.config["model"], whole["layer_steps"])
-        layers = whole["steps"] * scale
-        operations = self._flops[length].of(whole["layer_steps"])
-        return whole | {"effective_layers": layers, "flops": operations}
+        for part in (whole, whole["act"]) if "act" in whole else (whole,):
+            part["effective_layers"] = part["steps"] * scale
+            part["flops"] = self._flops[length].of(part["layer_steps"])
+        return whole
 
     def _sequential_difference(self, params: PyTree, length: int) -> dict[str, float]:
         count = min(self._run.config["eval"]["sequential_difference"], self._max_examples)
@@ -130,17 +139,14 @@ class Evaluator:
         apart = self._sequential(params, {"tokens": tokens})
         return {"sequential_difference": float(np.median(apart))}
 
-    def _summarise(self, length: int, outcome: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    def _summarise(self, outcome: Mapping[str, Any]) -> dict[str, Any]:
         task, metrics = self._run.task, summarise(outcome)
         if isinstance(task, Scored):
             metrics |= task.score(outcome)
-            scale = layers_per_step(self._run.config["model"], outcome["layer_steps"])
-            for name, buckets in metrics.items():
-                if name.startswith("by_"):
-                    for bucket in buckets:
-                        for statistic in ("median", "mean"):
-                            steps = bucket[f"solver_steps_{statistic}"]
-                            bucket[f"effective_layers_{statistic}"] = scale * steps
+        if "act" in outcome:
+            act = self._summarise(outcome["act"])
+            act["halted"] = float(outcome["act"]["halted"].mean())
+            metrics["act"] = {k: v for k, v in act.items() if k != "prefix_accuracy"}
         return metrics
 
 
@@ -157,11 +163,26 @@ def layers_per_step(model: Mapping[str, Any], layer_steps: np.ndarray) -> int:
     return int(getattr(options, "layers_per_step", 1))
 
 
-def _own(outcome: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What is kept of each example: (N,) or (N, L) arrays, no answers."""
+def _ends_by_q_head(config: Mapping[str, Any]) -> bool:
+    """Whether a Q head may end the segments: it was trained, and nothing else ends them.
+
+    The models that have one have one loop.
+    """
+    solver = base.make_solver(config["model"]["solver"], train=False)
+    return bool(config["q_loss_weight"]) and solver.halting == "never"
+
+
+def _own(outcome: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """What is kept of each example: (N,) or (N, L) arrays, no answers; of ACT as `act_*`."""
     right = (outcome["correct"] | ~outcome["labelled"]).all(axis=1)
-    kept = ("steps", "layer_steps", "effective_layers", "flops", "residual", "converged", "q_halt")
-    return {"correct": right} | {k: outcome[k] for k in kept if k in outcome}
+    kept = (
+        "steps", "layer_steps", "effective_layers", "flops", "residual", "converged", "q_halt",
+        "halted",
+    )  # fmt: skip
+    mine = {"correct": right} | {k: outcome[k] for k in kept if k in outcome}
+    if "act" in outcome:
+        mine |= {f"act_{k}": v for k, v in _own(outcome["act"]).items()}
+    return mine
 
 
 def read_samples(path: Path, length: int) -> dict[str, np.ndarray]:
@@ -171,9 +192,35 @@ def read_samples(path: Path, length: int) -> dict[str, np.ndarray]:
         return {k.removeprefix(mine): arrays[k] for k in arrays.files if k.startswith(mine)}
 
 
-def _outcome(model: Mapping[str, Any], params: PyTree, batch: Batch, key: jax.Array) -> Batch:
-    """Per-example outcome of one batch; leaves lead with B."""
-    out = fpr.apply(model, params, batch, train=False, key=key)
+def _outcome(
+    model: Mapping[str, Any], params: PyTree, batch: Batch, key: jax.Array, *, act: bool = False
+) -> dict[str, Any]:
+    """Per-example outcome of one batch; leaves lead with B.
+
+    With `act`, `outcome["act"]` is each example's outcome where the Q head ends it, and `halted`,
+    whether it does so. The segments are the same ones: the answer is only read after each.
+    """
+    apply = functools.partial(fpr.apply, model, params, batch, train=False, key=key)
+    if not act:
+        return _judged(apply(), batch)
+    start = apply(max_steps=0)
+
+    def segment(carry: tuple[Any, ...], _: None) -> tuple[tuple[Any, ...], None]:
+        state, _, ended = carry
+        out = apply(state=state, max_steps=1)
+        now = _judged(out, batch)
+        ended = select(ended["halted"], ended, now | {"halted": now["q_halt"] > 0})
+        return (out.state, now, ended), None
+
+    nothing = _judged(start, batch)
+    carry = (start.state, nothing, nothing | {"halted": jnp.zeros_like(nothing["converged"])})
+    length = base.make_solver(model["solver"], train=False).max_steps
+    (_, last, ended), _ = jax.lax.scan(segment, carry, length=length)
+    return last | {"act": ended}
+
+
+def _judged(out: fpr.Output, batch: Batch) -> dict[str, jax.Array]:
+    """What an output says about each example."""
     outcome = {
         "predictions": jnp.argmax(out.logits, axis=-1).astype(jnp.int32),
         "correct": losses.token_correct(out.logits, batch["labels"]),
@@ -206,7 +253,8 @@ def summarise(outcome: Mapping[str, np.ndarray]) -> dict[str, Any]:
     Returns:
       `examples`, `sequence_accuracy`, `token_accuracy`, `prefix_accuracy` (a list of T shares),
       `solver_steps_*` (median, mean, max), `effective_layers_*` and `flops_per_example_*` (median,
-      mean), `converged` (share), `residual_median`, `residual_max`.
+      mean), `converged` (share), `residual_median`, `residual_max`. `Evaluator` adds the task's
+      scores and, where a Q head may end examples, `act`: the same for ACT at inference.
     """
     correct, labelled = outcome["correct"], outcome["labelled"]
     right = correct | ~labelled

@@ -88,6 +88,8 @@ def _flops(f: Callable[..., Any], *args: PyTree) -> float:
     """Operations of a function of arrays (or shapes)."""
     total = _cost(f, *args)
     for body, length in _scans(jax.make_jaxpr(f)(*args).jaxpr):
+        if length == 0:  # Lowered to nothing: its body was not counted.
+            continue
         inside = jax.extend.core.jaxpr_as_fun(body)
         total += length * _flops(inside, *body.in_avals) - _cost(inside, *body.in_avals)
     return total

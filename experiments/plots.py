@@ -5,7 +5,6 @@ Every function draws one figure, saves it and returns its path.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,20 @@ matplotlib.use("Agg")  # Figures go to files; a machine without a display must w
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from rich import box
 from rich.table import Table
 
 ByLength = Mapping[int, Mapping[str, Any]]
+
+# What a budget is measured in: its name in `budget.summarise`, scale and label.
+EFFORT = (
+    ("effective_layers", 1.0, "effective layers (iterations × blocks)"),
+    ("flops", 1e-6, "MFLOP of an example"),
+)
+MEAN = {"effective_layers": "effective_layers_mean", "flops": "flops_mean"}
 
 
 def table(results: ByLength, train_length: int, title: str) -> Table:
@@ -47,17 +55,54 @@ def table(results: ByLength, train_length: int, title: str) -> Table:
     return out
 
 
-def _axes(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
+def new_axes(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
+    """A figure with one panel."""
     figure, axes = new_figure(figsize=(5.6, 3.6))
     axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
+    plain_frame(axes)
     return figure, axes
 
 
 def new_figure(*shape: int, figsize: tuple[float, float]) -> tuple[Figure, Any]:
     """A figure and its axes, as `plt.subplots` returns them."""
     return plt.subplots(*shape, figsize=figsize, layout="constrained")
+
+
+def effort_panels(
+    title: str, ylabel: str, measures: Sequence[tuple[str, float, str]]
+) -> tuple[Figure, list[Axes]]:
+    """A figure with one panel for each of some measures of effort (as `EFFORT`) along x."""
+    figure, panels = new_figure(1, len(measures), figsize=(1.2 + 4 * len(measures), 3.9))
+    panels = list(np.atleast_1d(panels))
+    for axes, (_, _, label) in zip(panels, measures):
+        axes.set(xlabel=label, ylabel=ylabel if axes is panels[0] else "")
+        plain_frame(axes)
+    figure.suptitle(title)
+    return figure, panels
+
+
+def plain_frame(axes: Axes) -> None:
+    """A light grid, and no lines above and to the right."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+
+
+def log_scale(axis: Axis) -> None:
+    """Logarithmic, with plain numbers that do not run into each other; call it after drawing."""
+    set_scale = axis.axes.set_xscale if axis is axis.axes.xaxis else axis.axes.set_yscale
+    set_scale("log")
+    low, high = axis.get_view_interval()
+    within = high / low
+    subs = (1, 2, 3, 5, 7) if within < 10 else (1, 2, 5) if within < 200 else (1,)
+    axis.set_major_locator(LogLocator(subs=subs))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def legend_below(figure: Figure, axes: Axes) -> None:
+    """One legend for all panels, of the lines in `axes`, below them."""
+    handles = axes.get_legend_handles_labels()[0]
+    figure.legend(handles=handles, fontsize="x-small", loc="outside lower center", ncols=2)
 
 
 def save(figure: Figure, path: Path) -> Path:
@@ -78,7 +123,7 @@ def _mark_trained(axes: Axes, train_length: int) -> None:
 
 def plot_accuracy(results: ByLength, train_length: int, path: Path, title: str) -> Path:
     """Sequence and token accuracy against length; prefix accuracy of the longest sequences."""
-    figure, axes = _axes(title, "sequence length", "accuracy")
+    figure, axes = new_axes(title, "sequence length", "accuracy")
     lengths = sorted(results)
     for metric, marker in (("sequence_accuracy", "o"), ("token_accuracy", "s")):
         values = [results[n][metric] for n in lengths]
@@ -94,7 +139,7 @@ def plot_accuracy(results: ByLength, train_length: int, path: Path, title: str) 
 
 def plot_steps(results: ByLength, train_length: int, path: Path, title: str) -> Path:
     """Median and largest number of solver steps against length."""
-    figure, axes = _axes(title, "sequence length", "solver steps")
+    figure, axes = new_axes(title, "sequence length", "solver steps")
     lengths = sorted(results)
     for metric, marker in (("solver_steps_median", "o"), ("solver_steps_max", "^")):
         values = [results[n][metric] for n in lengths]
@@ -106,7 +151,11 @@ def plot_steps(results: ByLength, train_length: int, path: Path, title: str) -> 
 
 
 def plot_difficulty(
-    buckets: Sequence[Mapping[str, Any]], name: str, path: Path, title: str
+    buckets: Sequence[Mapping[str, Any]],
+    name: str,
+    path: Path,
+    title: str,
+    act: Sequence[Mapping[str, Any]] = (),
 ) -> Path:
     """Accuracies and effective layers against a measure of difficulty.
 
@@ -119,8 +168,9 @@ def plot_difficulty(
       name: the measure, such as "empties".
       path: file to write.
       title: of the figure.
+      act: the buckets of the same examples with ACT at inference, if there are.
     """
-    figure, accuracy = _axes(title, name.replace("_", " "), "accuracy")
+    figure, accuracy = new_axes(title, name.replace("_", " "), "accuracy")
     # A bucket sits at the middle of the values in it; its number of examples is written above.
     at = [(b["from"] + b["to"]) / 2 for b in buckets]
     for metric, marker in (("puzzle_accuracy", "o"), ("valid_solution", "x")):
@@ -140,6 +190,13 @@ def plot_difficulty(
     cut = ", cut off" if mean.max() > top else ""
     layers.plot(at, median, color="tab:red", marker="s", label="effective layers, median")
     layers.plot(at, mean, color="tab:red", linewidth=0.6, label=f"effective layers, mean{cut}")
+    if act:
+        ended = [(b["from"] + b["to"]) / 2 for b in act]
+        values = [b["puzzle_accuracy"] for b in act]
+        accuracy.plot(ended, values, "C0^--", markersize=4, label="puzzle accuracy, ACT")
+        values = [b["effective_layers_median"] for b in act]
+        label = "effective layers, median, ACT"
+        layers.plot(ended, values, color="tab:red", marker="^", linestyle="--", label=label)
     layers.set(ylabel="effective layers", ylim=(0, 1.08 * top))
     layers.spines[["top"]].set_visible(False)
     handles = [*accuracy.get_legend_handles_labels()[0], *layers.get_legend_handles_labels()[0]]
@@ -148,42 +205,40 @@ def plot_difficulty(
 
 
 def plot_budget(curves: ByLength, path: Path, title: str) -> Path:
-    """Accuracy against effective layers, one colour per length.
+    """Accuracy against effective layers, and against FLOPs; one colour per length.
 
     Args:
       curves: `budget.curves`.
       path: file to write.
       title: of the figure.
     """
-    figure, axes = _axes(title, "effective layers (iterations × blocks)", "sequence accuracy")
-    for i, (length, c) in enumerate(sorted(curves.items())):
-        layers, color = c["effective_layers"], f"C{i}"
-        axes.plot(
-            layers, c["sequence_accuracy"], color=color, label=f"length {length}, whole budget"
-        )
-        axes.plot(
-            c["halting"]["effective_layers_mean"], c["halting"]["sequence_accuracy"],
-            color=color, linestyle="--", label=f"length {length}, halting (mean layers spent)",
-        )  # fmt: skip
-        if "act" in c:
-            label = f"length {length}, Q head"
-            act = c["act"]
+    figure, panels = effort_panels(title, "sequence accuracy", EFFORT)
+    for axes, (name, scale, _) in zip(panels, EFFORT):
+        for i, (length, c) in enumerate(sorted(curves.items())):
+            halting, color = c["halting"], f"C{i}"
+            whole, spent = scale * np.asarray(c[name]), scale * np.asarray(halting[MEAN[name]])
             axes.plot(
-                act["effective_layers_mean"],
-                act["sequence_accuracy"],
-                "*",
-                color=color,
-                label=label,
+                whole, c["sequence_accuracy"], color=color, label=f"length {length}, whole budget"
             )
-    axes.set_xscale("log")
-    axes.set_ylim(-0.03, 1.03)
-    axes.legend(fontsize="x-small")
+            axes.plot(
+                spent, halting["sequence_accuracy"], color=color, linestyle="--",
+                label=f"length {length}, halting (mean spent)",
+            )  # fmt: skip
+            if "act" in c:
+                act = c["act"]
+                axes.plot(
+                    scale * act[MEAN[name]], act["sequence_accuracy"], "^", color=color,
+                    label=f"length {length}, ended by the Q head (ACT)",
+                )  # fmt: skip
+        axes.set_ylim(-0.03, 1.03)
+        log_scale(axes.xaxis)
+    legend_below(figure, panels[0])
     return save(figure, path)
 
 
 def plot_halting(curves: ByLength, path: Path, title: str) -> Path:
     """The iteration where each example halts against the one where its answer last changed."""
-    figure, axes = _axes(title, "saturated at iteration", "halted at iteration")
+    figure, axes = new_axes(title, "saturated at iteration", "halted at iteration")
     most = 1
     for length, c in sorted(curves.items()):
         saturated, halted = c["saturated_at"]["examples"], c["halted_at"]["examples"]
@@ -202,7 +257,7 @@ def plot_residuals(curves: ByLength, tolerance: float, path: Path) -> Path:
       tolerance: the solver's.
       path: file to write.
     """
-    figure, axes = _axes("Convergence of the solver", "iteration", "residual")
+    figure, axes = new_axes("Convergence of the solver", "iteration", "residual")
     for length, c in sorted(curves.items()):
         iterations, r = c["iterations"], c["residual"]
         (drawn,) = axes.plot(iterations, r["median"], label=f"length {length}")
@@ -222,7 +277,7 @@ def plot_scales(scales: Mapping[str, tuple[float, np.ndarray]], path: Path, titl
       path: file to write.
       title: of the figure.
     """
-    figure, axes = _axes(title, "residual scale", "channels")
+    figure, axes = new_axes(title, "residual scale", "channels")
     for i, (name, (start, values)) in enumerate(sorted(scales.items())):
         color = f"C{i}"
         axes.hist(values, bins=np.linspace(0, 1, 41).tolist(), color=color, alpha=0.5, label=name)
@@ -241,8 +296,7 @@ def plot_training(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
     figure, panels = new_figure(1, count, figsize=(4 * count, 3.4))
     for axes in panels:
         axes.set_xlabel("optimiser step")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
+        plain_frame(axes)
     steps = [r["step"] for r in train]
     panels[0].plot(steps, [r["loss"] for r in train])
     panels[0].set(title="Training loss", yscale="log")
@@ -268,80 +322,4 @@ def plot_training(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
     panels[2].set(title="Solver steps", ylim=(0, None))
     for axes in panels[1:]:
         axes.legend(fontsize="x-small")
-    return save(figure, path)
-
-
-def plot_by_length(
-    groups: Mapping[str, Mapping[int, Sequence[float]]], metric: str, path: Path, title: str
-) -> Path:
-    """A metric against length: median over seeds and their range, one line per group.
-
-    Args:
-      groups: {label: {length: value of each seed}}.
-      metric: its name.
-      path: file to write.
-      title: of the figure.
-    """
-    figure, axes = _axes(title, "sequence length", metric.replace("_", " "))
-    for label, by_length in groups.items():
-        lengths = sorted(by_length)
-        values = [np.array(by_length[n]) for n in lengths]
-        (drawn,) = axes.plot(lengths, [np.median(v) for v in values], marker="o", label=label)
-        low, high = [v.min() for v in values], [v.max() for v in values]
-        axes.fill_between(lengths, low, high, alpha=0.15, color=drawn.get_color())
-    axes.legend(fontsize="x-small")
-    return save(figure, path)
-
-
-def plot_budgets(groups: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, title: str) -> Path:
-    """Accuracy against effective layers, one line per run and one colour per group.
-
-    A star is where halting leads: the mean layers that an example spends, and its accuracy.
-
-    Args:
-      groups: {label: one of `budget.summarise` for each seed}.
-      path: file to write.
-      title: of the figure.
-    """
-    figure, axes = _axes(title, "effective layers", "sequence accuracy")
-    for i, (label, curves) in enumerate(groups.items()):
-        for j, c in enumerate(curves):
-            halting, color = c["halting"], f"C{i % 10}"
-            axes.plot(
-                c["effective_layers"], c["sequence_accuracy"], color=color, alpha=0.7,
-                label=None if j else label,
-            )  # fmt: skip
-            spent, reached = halting["effective_layers_mean"], halting["sequence_accuracy"]
-            axes.plot(spent[-1], reached[-1], "*", color=color)
-    axes.set_xscale("log")
-    axes.set_ylim(-0.03, 1.03)
-    axes.legend(fontsize="x-small")
-    return save(figure, path)
-
-
-def plot_rows(
-    rows: Sequence[tuple[str, str, Sequence[float]]], metric: str, path: Path, title: str
-) -> Path:
-    """One bar per row: our median, the range over seeds, and the paper's number where it has one.
-
-    Args:
-      rows: (label, the paper's number as text, value of each seed).
-      metric: its name.
-      path: file to write.
-      title: of the figure.
-    """
-    figure, axes = new_figure(figsize=(6.4, 1.2 + 0.35 * len(rows)))
-    for i, (_, paper, values) in enumerate(rows):
-        middle = float(np.median(values))
-        spread = [[middle - min(values)], [max(values) - middle]]
-        axes.barh(i, middle, xerr=spread, color="C0", alpha=0.6, label=None if i else "ours")
-        number = re.match(r"\.?\d[\d.]*", paper)
-        if number:
-            axes.plot(float(number[0]), i, "k|", markersize=12)
-    axes.plot([], [], "k|", markersize=12, label="paper")
-    axes.set_yticks(range(len(rows)), [label for label, _, _ in rows], fontsize="small")
-    axes.invert_yaxis()
-    axes.set(title=title, xlabel=metric.replace("_", " "))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize="small")
     return save(figure, path)

@@ -4,8 +4,10 @@
 
 TABLE is one of `experiments.tables.TABLES`. A DIR is a workdir, one of its evaluations, the folder
 `evaluations/` of them, or a folder of workdirs. Runs that differ in nothing but their seed share a
-line: median, range and number of seeds. The table and its figure go to --out (default: reports) as
-TABLE.md and TABLE.png.
+line: median, range and number of seeds. A model whose Q head may end its segments has a second line
+for that (ACT at inference). The table and its figure go to --out (default: reports) as TABLE.md and
+TABLE.png; where the figure is about budgets, TABLE_by_MEASURE.png shows accuracy, effective layers
+and FLOPs against each measure of difficulty that the runs have.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from experiments import cli, plots
+from experiments import cli, table_plots
 from experiments import config as configs
 from experiments.errors import UserError, unknown
 from experiments.identity import data_name
@@ -36,6 +38,8 @@ COLUMNS = (
     "model", "length", "paper", "ours", "seeds", "layers", "MFLOPs", "parameters", "apart by",
     "data",
 )  # fmt: skip
+ACT = "ACT at inference"  # what sets apart the line of examples that the Q head ended
+EFFORT = ("effective_layers", "flops_per_example")
 SHOWN = 7  # columns on the terminal, with the data below the model; the page has them all
 
 
@@ -75,6 +79,7 @@ class Line:
       length: the evaluated length; None where the row was not run.
       runs: the runs.
       values: the metric of each.
+      act: whether the Q head ended the examples of these runs; the line before has all segments.
     """
 
     row: Row
@@ -82,6 +87,7 @@ class Line:
     length: int | None
     runs: tuple[Finished, ...]
     values: tuple[float, ...]
+    act: bool = False
 
     @property
     def label(self) -> str:
@@ -147,13 +153,35 @@ def lines(table: Table, runs: Sequence[Finished]) -> list[Line]:
             apart = ", ".join(_apart(signature, signatures))
             shared = set.intersection(*(set(run.lengths) for run in group))
             for length in table.lengths(group[0].config, sorted(shared)) if shared else []:
-                values = tuple(
-                    table.scale * run.result[metric_of(table, run)][str(length)] for run in group
-                )
-                found.append(Line(row, apart, length, tuple(group), values))
+                found.append(Line(row, apart, length, tuple(group), _values(table, group, length)))
+                ended = [_with_act(run) for run in group if "act" in run.result]
+                if ended:
+                    # The paper's number is of all segments.
+                    found.append(
+                        Line(
+                            dataclasses.replace(row, paper=""),
+                            ", ".join(text for text in (apart, ACT) if text),
+                            length,
+                            tuple(ended),
+                            _values(table, ended, length),
+                            act=True,
+                        )
+                    )
         if not groups:
             found.append(Line(row, "", None, (), ()))
     return found
+
+
+def _values(table: Table, runs: Sequence[Finished], length: int) -> tuple[float, ...]:
+    return tuple(table.scale * run.result[metric_of(table, run)][str(length)] for run in runs)
+
+
+def _with_act(run: Finished) -> Finished:
+    """The run with the results of ACT at inference in the place of those of all segments."""
+    by_length = run.result["act"]
+    names = next(iter(by_length.values()))
+    act = {name: {n: by_length[n][name] for n in by_length} for name in names}
+    return dataclasses.replace(run, result={**run.result, **act})
 
 
 def metric_of(table: Table, run: Finished) -> str:
@@ -264,7 +292,7 @@ def draw(table: Table, found: Sequence[Line], path: Path) -> Path | None:
         for line in told:
             groups.setdefault(line.label, {})[line.length or 0] = line.values
         if any(len(by_length) > 1 for by_length in groups.values()):
-            return plots.plot_by_length(groups, table.metric[0], path, table.title)
+            return table_plots.plot_by_length(groups, table.metric[0], path, table.title)
     if table.figure == "budget":
         curves = {
             line.label: [
@@ -273,11 +301,49 @@ def draw(table: Table, found: Sequence[Line], path: Path) -> Path | None:
                 if str(line.length) in run.result.get("budget", {})
             ]
             for line in told
+            if not line.act  # marked on the curve of the line before
         }
         if any(curves.values()):
-            return plots.plot_budgets(curves, path, table.title)
+            return table_plots.plot_budgets(curves, path, table.title)
     bars = [(line.label, line.row.paper, line.values) for line in told]
-    return plots.plot_rows(bars, table.metric[0], path, table.title)
+    return table_plots.plot_rows(bars, table.metric[0], path, table.title)
+
+
+def draw_difficulty(table: Table, found: Sequence[Line], stem: Path) -> list[Path]:
+    """Draws accuracy and effort by difficulty, where the table is about budgets.
+
+    Args:
+      table: the table.
+      found: its lines.
+      stem: path of the figures without their "_by_MEASURE.png".
+    """
+    measures: dict[str, dict[str, list[Any]]] = {}
+    for line in found if table.figure == "budget" else ():
+        for run in line.runs:
+            for name, buckets in _by_difficulty(run, line.length).items():
+                measures.setdefault(name, {}).setdefault(line.label, []).append(buckets)
+    return [
+        table_plots.plot_difficulties(
+            groups, name, stem.with_name(f"{stem.name}_by_{name}.png"), table.title
+        )
+        for name, groups in measures.items()
+    ]
+
+
+def _by_difficulty(run: Finished, length: int | None) -> dict[str, list[Mapping[str, Any]]]:
+    """{measure: buckets} of a run: its task's at a length, and its lengths if it has several."""
+    found = {
+        name.removeprefix("by_"): value[str(length)]
+        for name, value in run.result.items()
+        if name.startswith("by_")
+    }
+    if len(run.lengths) > 1:
+        names = ("sequence_accuracy", *(f"{e}_{s}" for e in EFFORT for s in ("median", "mean")))
+        found["length"] = [
+            {"from": n, "to": n} | {k: run.result[k][str(n)] for k in names if k in run.result}
+            for n in run.lengths
+        ]
+    return found
 
 
 def parse(argv: Sequence[str]) -> tuple[str, list[str], Path]:
@@ -320,9 +386,9 @@ def _report(name: str, paths: Sequence[str], out: Path) -> int:
     out.mkdir(parents=True, exist_ok=True)
     page = out / f"{name}.md"
     page.write_text(markdown(table, rows, notes))
-    figure = draw(table, found, out / f"{name}.png")
-    written = f"wrote {page}" + (f" and {figure}" if figure else "")
-    console.print(written, markup=False, soft_wrap=True)
+    figures = [draw(table, found, out / f"{name}.png"), *draw_difficulty(table, found, out / name)]
+    written = " and ".join(str(path) for path in (page, *figures) if path)
+    console.print(f"wrote {written}", markup=False, soft_wrap=True)
     return 0
 
 

@@ -179,11 +179,13 @@ def finish(
     say = run.progress.say
     say(plots.table(results, run.task.length, f"{title}, step {content['step']}"))
     for length, r in results.items():
-        operations = r["flops_per_example_mean"] / 1e6
-        say(
-            f"length {length}: an example takes {r['effective_layers_mean']:.1f} effective layers "
-            f"and {operations:.3g} MFLOP (mean)"
-        )
+        say(f"length {length}: an example takes {_effort(r)} (mean)")
+        if act := r.get("act"):
+            say(
+                f"length {length}: ended by the Q head (ACT at inference), an example takes "
+                f"{_effort(act)} (mean), sequence accuracy {act['sequence_accuracy']:.4f}, "
+                f"{act['halted']:.1%} ended"
+            )
     for length, r in results.items():
         if headline := getattr(run.task, "headline", ()):  # what the task's own score comes to
             said = ", ".join(f"{name.replace('_', ' ')} {r[name]:.4g}" for name in headline)
@@ -204,6 +206,11 @@ def finish(
     say("numbers: " + str(run.path / "result.json"))
     say("figures: " + " ".join(str(path) for path in figures))
     return content
+
+
+def _effort(metrics: Mapping[str, Any]) -> str:
+    operations = metrics["flops_per_example_mean"] / 1e6
+    return f"{metrics['effective_layers_mean']:.1f} effective layers and {operations:.3g} MFLOP"
 
 
 def residual_scales(model: Mapping[str, Any], params: Any) -> Scales:
@@ -238,8 +245,9 @@ def _draw(
     for result in results.values():
         for name, buckets in result.items():
             if name.startswith("by_"):  # from the task's `score`
-                measure = name.removeprefix("by_")
-                figures.append(plots.plot_difficulty(buckets, measure, path / f"{name}.png", title))
+                measure, act = name.removeprefix("by_"), result.get("act", {}).get(name, ())
+                file = path / f"{name}.png"
+                figures.append(plots.plot_difficulty(buckets, measure, file, title, act))
     if curves:
         tolerance = run.config["model"]["solver"]["eval"]["tolerance"]
         figures.append(plots.plot_residuals(curves, tolerance, path / "residual.png"))

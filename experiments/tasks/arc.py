@@ -262,7 +262,9 @@ class Arc:
             "tasks": len(passed[1]),
             "pairs": pairs,
             "votes": self.votes,
-            "by_grid_size": puzzle_files.buckets(sizes, edges, metrics, outcome["steps"]),
+            "by_grid_size": puzzle_files.buckets(
+                sizes, edges, metrics, outcome["steps"], puzzle_files.effort(outcome)
+            ),
         }
 
     def _example(

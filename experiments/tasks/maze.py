@@ -370,11 +370,11 @@ class Maze:
         }
         side = puzzle_files.square_side(self.length)
         edges = range(0, self.length, max(2, side // 2))
-        lengths = path_lengths(tokens)
+        lengths, effort = path_lengths(tokens), puzzle_files.effort(outcome)
         return {
             **{name: float(value.mean()) for name, value in metrics.items()},
             "cell_accuracy": float(right.mean()),
-            "by_path_length": puzzle_files.buckets(lengths, edges, metrics, steps),
+            "by_path_length": puzzle_files.buckets(lengths, edges, metrics, steps, effort),
         }
 
     def _generator(self, seed: int) -> Generator:

@@ -285,8 +285,18 @@ def write(path: Path, rows: Iterable[Sequence[Any]]) -> None:
     path.write_bytes(gzip.compress(raw, 9, mtime=0) if path.suffix == ".gz" else raw)
 
 
+def effort(outcome: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What `buckets` averages beside the solver steps, of an outcome that knows it: (N,) each."""
+    names = {"effective_layers": "effective_layers", "flops_per_example": "flops"}
+    return {name: outcome[key] for name, key in names.items() if key in outcome}
+
+
 def buckets(
-    values: np.ndarray, edges: Sequence[float], metrics: Mapping[str, np.ndarray], steps: np.ndarray
+    values: np.ndarray,
+    edges: Sequence[float],
+    metrics: Mapping[str, np.ndarray],
+    steps: np.ndarray,
+    effort: Mapping[str, np.ndarray] | None = None,
 ) -> list[dict[str, float]]:
     """Means of metrics by difficulty.
 
@@ -296,11 +306,14 @@ def buckets(
         the first no lower.
       metrics: {name: (N,) values to average}.
       steps: (N,) solver steps.
+      effort: {name: (N,)} what else an example took, from `effort`.
 
     Returns:
       For each bucket that is not empty `from`, `to` (smallest and largest value in it),
-      `examples`, the metrics, `solver_steps_mean` and `solver_steps_median`.
+      `examples`, the metrics, `solver_steps_mean` and `solver_steps_median`, and both of `effort`.
     """
+    spent = {"solver_steps": steps, **(effort or {})}
+    statistics: dict[str, Callable[[np.ndarray], Any]] = {"mean": np.mean, "median": np.median}
     which = np.searchsorted(np.asarray(edges[1:]), values, side="right")
     found = []
     for i in np.unique(which):
@@ -311,8 +324,11 @@ def buckets(
                 "to": float(values[mine].max()),
                 "examples": int(mine.sum()),
                 **{name: float(value[mine].mean()) for name, value in metrics.items()},
-                "solver_steps_mean": float(steps[mine].mean()),
-                "solver_steps_median": float(np.median(steps[mine])),
+                **{
+                    f"{name}_{statistic}": float(of(value[mine]))
+                    for name, value in spent.items()
+                    for statistic, of in statistics.items()
+                },
             }
         )
     return found

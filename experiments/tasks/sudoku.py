@@ -249,13 +249,13 @@ class Sudoku:
         ratings = self._files["eval"].rating[rows]
         width = max(1, self.box**2 // 3)
         edges = range(0, self.length, width)
-        steps = outcome["steps"]
+        steps, effort = outcome["steps"], puzzle_files.effort(outcome)
         return {
             **{name: float(value.mean()) for name, value in metrics.items()},
             "cell_accuracy": float(right.mean()),
             "blank_accuracy": float(blank),
-            "by_rating": puzzle_files.buckets(ratings, RATING_EDGES, metrics, steps),
-            "by_empties": puzzle_files.buckets(empties, edges, metrics, steps),
+            "by_rating": puzzle_files.buckets(ratings, RATING_EDGES, metrics, steps, effort),
+            "by_empties": puzzle_files.buckets(empties, edges, metrics, steps, effort),
         }
 
     def _tokens(self, question: np.ndarray, answer: np.ndarray) -> dict[str, np.ndarray]:

@@ -8,6 +8,7 @@ import pytest
 
 import fpr
 from experiments import budget, evaluate
+from experiments.flops import Flops
 from experiments.steps import init_state
 from experiments.train import optim
 from fpr.models import base
@@ -73,11 +74,14 @@ def test_summary_of_three_examples():
         course,
         np.array([1, 2, 3, 4]),
         labelled=np.array([2, 2, 2]),
-        halted=np.array([3, 1, 4]),
+        layer_steps=np.array([[3], [1], [4]]),
         answer=np.array([True, False, False]),
         scale=2,
+        operations=Flops(ends=10.0, application=(3.0,)),
+        most=4,
     )
     assert found["effective_layers"].tolist() == [2, 4, 6, 8]
+    assert found["flops"].tolist() == [13, 16, 19, 22]
     assert found["residual"]["median"].tolist() == [2.0, 1.0, 1.0, 0.5]
     assert found["residual"]["upper_quartile"].tolist() == [3.0, 1.0, 1.0, 0.75]
     np.testing.assert_allclose(found["sequence_accuracy"], [1 / 3, 2 / 3, 1 / 3, 2 / 3])
@@ -85,6 +89,7 @@ def test_summary_of_three_examples():
     np.testing.assert_allclose(found["halting"]["sequence_accuracy"], [1 / 3, 2 / 3, 1 / 3, 1 / 3])
     layers = [2, 2 * 5 / 3, 2 * 7 / 3, 2 * 8 / 3]
     np.testing.assert_allclose(found["halting"]["effective_layers_mean"], layers)
+    np.testing.assert_allclose(found["halting"]["flops_mean"], 10 + 1.5 * np.array(layers))
     assert found["saturated_at"]["examples"].tolist() == [2, 4, 4]
     assert found["saturated_at"]["median"] == 4
     assert found["halted_at"]["examples"].tolist() == [3, 1, 4]
@@ -92,8 +97,52 @@ def test_summary_of_three_examples():
     assert found["unsettled"] == pytest.approx(2 / 3)
     # The Q head halts them at 3, 2 and 1: right, wrong, right.
     assert found["act"] == {
-        "sequence_accuracy": pytest.approx(2 / 3), "effective_layers_mean": 4.0, "halted": 1.0,
+        "sequence_accuracy": pytest.approx(2 / 3), "effective_layers_mean": 4.0,
+        "flops_mean": 16.0, "halted": 1.0, "max_iterations": 4,
     }  # fmt: skip
+
+
+def test_act_goes_no_further_than_the_solvers_own_cap():
+    # Fixed work of 2 iterations, of which 4 are watched. Example 0 fires at 2; 1 only at 3, when it
+    # is right; 2 never fires and is right at 4.
+    course = budget.Course(
+        right=np.array([[0, 0, 0], [1, 0, 0], [1, 1, 0], [1, 1, 1]], bool),
+        tokens=np.ones((4, 3)), changed=np.ones((4, 3), bool), residual=np.ones((4, 3)),
+        q_halt=np.array([[-1, -1, -1], [2, -1, -1], [3, 2, -1], [3, 2, -1]]),
+        predictions=None,
+    )  # fmt: skip
+    found = budget.summarise(
+        course,
+        np.array([1, 2, 3, 4]),
+        labelled=np.ones(3),
+        layer_steps=np.full((3, 1), 2),
+        answer=np.array([True, False, False]),
+        scale=2,
+        operations=Flops(ends=10.0, application=(3.0,)),
+        most=2,
+    )
+    assert found["act"] == {
+        "sequence_accuracy": pytest.approx(1 / 3), "effective_layers_mean": 4.0,
+        "flops_mean": 16.0, "halted": pytest.approx(1 / 3), "max_iterations": 2,
+    }  # fmt: skip
+
+
+def test_what_halting_spends_counts_every_loop_with_its_own_steps():
+    blank = np.ones((3, 1), bool)
+    found = budget.summarise(
+        budget.Course(blank, blank, blank, np.ones((3, 1)), None, None),
+        np.array([1, 2, 9]),
+        labelled=np.ones(1),
+        layer_steps=np.array([[1, 4]]),
+        answer=np.array([True]),
+        scale=1,
+        operations=Flops(ends=10.0, application=(3.0, 5.0)),
+        most=9,
+    )
+    assert found["effective_layers"].tolist() == [2, 4, 18]
+    assert found["flops"].tolist() == [18, 26, 82]
+    assert found["halting"]["effective_layers_mean"].tolist() == [2, 3, 5]
+    assert found["halting"]["flops_mean"].tolist() == [18, 23, 33]
 
 
 def test_the_halting_curve_ends_at_the_accuracy_of_the_evaluation(make_run):
@@ -111,6 +160,8 @@ def test_the_halting_curve_ends_at_the_accuracy_of_the_evaluation(make_run):
         assert halting["sequence_accuracy"][-1] == results[length]["sequence_accuracy"]
         spent = halting["effective_layers_mean"][-1]
         assert spent == pytest.approx(results[length]["effective_layers_mean"])
+        operations = halting["flops_mean"][-1]
+        assert operations == pytest.approx(results[length]["flops_per_example_mean"])
         assert curve["halted_at"]["examples"].max() == results[length]["solver_steps_max"]
     # The tiny config does not train its Q head.
     assert "act" not in curve

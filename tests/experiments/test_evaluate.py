@@ -1,9 +1,13 @@
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import evaluate
+import fpr
+from experiments import evaluate, tasks
 from experiments.steps import init_state
 from experiments.train import optim
+from fpr.models.transformer import fixed_loops
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 
@@ -88,6 +92,67 @@ def test_an_example_counts_the_same_in_any_batch(make_run, params):
     for a, b in zip(*(r.values() for r in results)):
         for name in ("sequence_accuracy", "token_accuracy", "solver_steps_max", "converged"):
             assert a[name] == b[name]
+
+
+TRM = {
+    "model__name": "trm", "model__l_cycles": 1, "model__h_cycles": 1, "model__z0_std": 3.0,
+    "model__z0": "fixed", "model__causal": False, "model__solver": fixed_loops(1, 5),
+    "q_loss_weight": 0.5,
+}  # fmt: skip
+
+
+def test_act_at_inference_reads_each_example_where_its_q_head_fires_first(make_run):
+    run = make_run(**TRM, eval__lengths=(4,))
+    params = fpr.init(run.config["model"], jax.random.key(0))
+    head = params["q_head"]  # one that fires at segment 4, at the last one, or never
+    head["kernel"] = 3 * jax.random.normal(jax.random.key(3), head["kernel"].shape)
+    head["bias"] = jnp.full_like(head["bias"], 4.0)
+    evaluator = evaluate.Evaluator(run)
+    result = evaluator(params)[4]
+    mine = evaluate.read_samples(run.path, 4)
+    batch, key = evaluator.batch(4, 0, 6, 6), evaluator.keys(4, 0, 6, 6)
+    solves = [fpr.apply(run.config["model"], params, batch, key=key, max_steps=n) for n in range(6)]
+    fires = np.stack([out.q_logits[:, 0] > 0 for out in solves[1:]])
+    first = np.where(fires.any(0), fires.argmax(0) + 1, 5)
+    assert set(zip(first, fires.any(0))) == {(4, True), (5, True), (5, False)}
+    assert np.array_equal(mine["act_steps"], first)
+    assert np.array_equal(mine["act_halted"], fires.any(0))
+    right = np.stack([(out.logits.argmax(-1) == batch["labels"]).all(1) for out in solves])
+    assert np.array_equal(mine["act_correct"], right[first, np.arange(6)])
+    assert result["act"]["sequence_accuracy"] == mine["act_correct"].mean()
+    assert result["act"]["halted"] == fires.any(0).mean()
+    assert result["act"]["effective_layers_mean"] == 2 * first.mean()
+    assert result["act"]["flops_per_example_mean"] == mine["act_flops"].mean()
+    assert np.array_equal(mine["act_flops"] < mine["flops"], first < 5)
+    # All the segments, as before.
+    assert result["solver_steps_max"] == mine["steps"].min() == 5
+    assert np.array_equal(mine["correct"], right[5])
+    np.testing.assert_allclose(mine["residual"], solves[5].residual, rtol=1e-5)
+
+
+def test_act_is_scored_by_difficulty(make_run):
+    task = tasks.options("sudoku") | {"path": "sudoku4"}
+    run = make_run(
+        **TRM, task=task, model__vocab_size=6, model__seq_len=16,
+        eval__lengths=(16,), eval__max_examples=20, eval__batch_size=20,
+    )  # fmt: skip
+    params = fpr.init(run.config["model"], jax.random.key(0))
+    params["q_head"]["bias"] = jnp.ones_like(params["q_head"]["bias"])  # all end at once
+    result = evaluate.Evaluator(run)(params)[16]
+    assert sum(b["examples"] for b in result["act"]["by_empties"]) == 20
+    for whole, act in zip(result["by_empties"], result["act"]["by_empties"], strict=True):
+        assert (act["solver_steps_mean"], whole["solver_steps_mean"]) == (1, 5)
+        assert act["effective_layers_median"] == whole["effective_layers_median"] / 5
+        assert act["flops_per_example_median"] < whole["flops_per_example_median"]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"q_loss_weight": 0.0}, {"model__solver": {"eval": {"max_steps": 5}}}]
+)
+def test_act_needs_a_trained_q_head_and_fixed_work(make_run, changes):
+    run = make_run(**{**TRM, **changes}, eval__lengths=(4,))
+    params = fpr.init(run.config["model"], jax.random.key(0))
+    assert "act" not in evaluate.Evaluator(run)(params)[4]
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,11 @@ def test_scans_are_counted_with_their_length():
     assert found == pytest.approx(3 * 5 * 2 * 2 * 8 * 8, rel=0.05)
 
 
+def test_a_scan_of_no_length_counts_nothing():
+    (application,) = count("trm", num_layers=1, l_cycles=5, h_cycles=1).application
+    assert 6 * block() < application < 1.15 * 6 * block()
+
+
 def test_a_model_without_a_loop_is_all_ends():
     found = count("transformer", num_layers=3)
     assert found.application == ()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from experiments import plots
+from experiments import plots, table_plots
 from experiments.progress import Progress, duration, line
 
 RESULTS = {
@@ -19,9 +19,15 @@ RESULTS = {
 CURVE = {
     "iterations": [1, 2],
     "residual": {"median": [1.0, 0.1], "lower_quartile": [0.9, 0.05], "upper_quartile": [1.1, 0.2]},
-    "effective_layers": [2, 4], "sequence_accuracy": [0.1, 0.5],
-    "halting": {"effective_layers_mean": [2.0, 3.0], "sequence_accuracy": [0.1, 0.4]},
-    "act": {"effective_layers_mean": 3.0, "sequence_accuracy": 0.3},
+    "effective_layers": [2, 4], "flops": [2e6, 3e6], "sequence_accuracy": [0.1, 0.5],
+    "halting": {
+        "effective_layers_mean": [2.0, 3.0], "flops_mean": [2e6, 2.5e6],
+        "sequence_accuracy": [0.1, 0.4],
+    },
+    "act": {
+        "effective_layers_mean": 3.0, "flops_mean": 2.5e6, "sequence_accuracy": 0.3,
+        "max_iterations": 2,
+    },
     "halted_at": {"examples": [1, 2]}, "saturated_at": {"examples": [2, 2]},
 }  # fmt: skip
 
@@ -58,9 +64,70 @@ def test_figures(tmp_path):
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_median_of_the_layers_stands_out(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(plots, "save", lambda figure, path: drawn.append(figure) or path)
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that would have been saved."""
+    figures = []
+    monkeypatch.setattr(plots, "save", lambda figure, path: figures.append(figure) or path)
+    yield figures
+    for figure in figures:
+        plots.close(figure)
+
+
+def test_a_budget_is_in_layers_and_in_flops(drawn, tmp_path):
+    plots.plot_budget({16: CURVE}, tmp_path / "a.png", "title")
+    ends = []
+    for axes in drawn[0].axes:
+        lines = [line.get_xydata().tolist() for line in axes.get_lines()]
+        ends.append(lines)
+    assert ends == [
+        [[[2, 0.1], [4, 0.5]], [[2, 0.1], [3, 0.4]], [[3, 0.3]]],
+        [[[2, 0.1], [3, 0.5]], [[2, 0.1], [2.5, 0.4]], [[2.5, 0.3]]],  # MFLOP
+    ]
+
+
+def test_a_table_has_the_budgets_of_its_rows_in_layers_and_in_flops(drawn, tmp_path):
+    old = {k: v for k, v in CURVE.items() if k != "flops"} | {
+        "act": {"effective_layers_mean": 9.0, "sequence_accuracy": 0.9}  # not held to any cap
+    }
+    groups = {"a": [CURVE, CURVE], "no loop": [], "b": [old]}
+    table_plots.plot_budgets(groups, tmp_path / "a.png", "title")
+    texts = [text.get_text() for text in drawn[0].legends[0].get_texts()]
+    assert texts[:2] == ["a", "b"]
+    layers, operations = (
+        [line.get_xydata().tolist() for line in axes.get_lines() if len(line.get_xdata())]
+        for axes in drawn[0].axes
+    )
+    whole, halting, act = [[2, 0.1], [4, 0.5]], [[3, 0.4]], [[3, 0.3]]
+    assert layers == 2 * [whole, halting, act] + [whole, halting]
+    assert operations == 2 * [[[2, 0.1], [3, 0.5]], [[2.5, 0.4]], [[2.5, 0.3]]]
+
+
+def test_difficulties_of_several_runs_share_a_figure(drawn, tmp_path):
+    def buckets(layers, **more):
+        return [
+            {
+                "from": i, "to": i, "puzzle_accuracy": 0.5, "effective_layers_median": layers + i,
+                "effective_layers_mean": 300.0, **more,
+            }
+            for i in range(3)
+        ]  # fmt: skip
+
+    operations = {"flops_per_example_median": 1e6, "flops_per_example_mean": 2e6}
+    groups = {"FPRM": [buckets(8, **operations)], "TRM, ACT": [buckets(20), buckets(30)]}
+    table_plots.plot_difficulties(groups, "empties", tmp_path / "a.png", "title")
+    accuracy, layers, flops = (
+        [line.get_ydata().tolist() for line in axes.get_lines() if len(line.get_xdata())]
+        for axes in drawn[0].axes
+    )
+    assert accuracy == 3 * [[0.5] * 3]
+    assert layers == [y for n in (8, 20, 30) for y in ([n, n + 1, n + 2], [300.0] * 3)]
+    assert flops == [[1.0] * 3, [2.0] * 3]  # those of older runs are not known
+    texts = [text.get_text() for text in drawn[0].legends[0].get_texts()]
+    assert texts[:2] == ["FPRM", "TRM, ACT"]
+
+
+def test_the_median_of_the_layers_stands_out(drawn, tmp_path):
     buckets = [
         {
             "from": i, "to": i, "examples": 9, "puzzle_accuracy": 0.5,
@@ -68,14 +135,16 @@ def test_the_median_of_the_layers_stands_out(tmp_path, monkeypatch):
         }
         for i in range(3)
     ]  # fmt: skip
-    plots.plot_difficulty(buckets, "empties", tmp_path / "a.png", "title")
+    act = [bucket | {"effective_layers_median": 4.0} for bucket in buckets]
+    plots.plot_difficulty(buckets, "empties", tmp_path / "a.png", "title", act)
     lines = {line.get_label(): line for axes in drawn[0].axes for line in axes.get_lines()}
     median, mean = (lines[f"effective layers, {n}"] for n in ("median", "mean, cut off"))
     assert list(median.get_ydata()) == [8.0, 9.0, 10.0]
     assert list(mean.get_ydata()) == [300.0] * 3
     assert median.axes.get_ylim()[1] < 30
     assert mean.get_linewidth() < median.get_linewidth()
-    plots.close(drawn[0])
+    assert list(lines["effective layers, median, ACT"].get_ydata()) == [4.0] * 3
+    assert list(lines["puzzle accuracy, ACT"].get_ydata()) == [0.5] * 3
 
 
 @pytest.mark.parametrize(

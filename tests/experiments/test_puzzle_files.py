@@ -109,6 +109,14 @@ def test_buckets():
         (0, 0, 2, 0.5), (3, 3, 1, 1), (9, 9, 1, 1),
     ]  # fmt: skip
     assert found[0]["solver_steps_mean"] == found[0]["solver_steps_median"] == 2
+    outcome = {"steps": steps, "effective_layers": 2 * steps, "flops": np.array([1, 2, 3, 9])}
+    values = np.array([0, 0, 0, 9])
+    effort = puzzle_files.effort(outcome)
+    (easy, _) = puzzle_files.buckets(values, (0, 5), {}, steps, effort)
+    assert (easy["effective_layers_mean"], easy["effective_layers_median"]) == (6, 6)
+    assert (easy["flops_per_example_mean"], easy["flops_per_example_median"]) == (2, 2)
+    (_, hard) = puzzle_files.buckets(values, (0, 5), {}, steps, effort)
+    assert hard["flops_per_example_mean"] == 9
 
 
 def test_epochs_visit_everything_in_changing_order():

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from experiments import config as configs
-from experiments import report, tables
+from experiments import report, table_plots, tables
 from experiments.tasks.arc_files import PUBLIC
 from tests.experiments.conftest import tiny
 
@@ -69,6 +69,66 @@ def test_seeds_share_a_line_and_missing_rows_say_so(runs, tmp_path, capsys):
     assert "MFLOPs" in printed
     assert "x.csv n=5 abababab" in printed
     assert (out / "comparison.png").read_bytes().startswith(b"\x89PNG")
+
+
+def bucket(at, accuracy, layers):
+    return {
+        "from": at, "to": at, "examples": 5, "puzzle_accuracy": accuracy,
+        "effective_layers_median": layers, "effective_layers_mean": layers,
+        "flops_per_example_median": 1e6 * layers, "flops_per_example_mean": 1e6 * layers,
+    }  # fmt: skip
+
+
+def test_act_at_inference_is_a_second_line_and_a_curve_by_difficulty(tmp_path, monkeypatch, capsys):
+    whole, early = [bucket(3, 0.5, 9.0)], [bucket(3, 0.4, 2.0)]
+    act = {
+        "puzzle_accuracy": 0.4, "effective_layers_mean": 2.5, "flops_per_example_mean": 1e6,
+        "by_empties": early, "halted": 0.75,
+    }  # fmt: skip
+    config = sudoku()
+    config["model"] = {"name": "trm", "solver": {"eval": {"max_steps": 16}}}
+    more = {"puzzle_accuracy": 0.5, "by_empties": whole, "act": act}
+    mine = {"puzzle_accuracy": 0.9, "by_empties": [bucket(3, 0.9, 5.0)]}
+    runs = [
+        write_run(tmp_path / "fprm", sudoku(), **mine),
+        write_run(tmp_path / "trm", config, **more),
+        write_run(tmp_path / "old", config | {"seed": 1}, puzzle_accuracy=0.7),  # before ACT
+    ]
+    groups = {}
+    monkeypatch.setattr(
+        table_plots, "plot_difficulties", lambda g, name, path, _: groups.update({name: g}) or path
+    )
+    assert report.main(["comparison", *map(str, runs), f"--out={tmp_path}"]) == 0
+    assert "ACT at inference" in capsys.readouterr().out
+    rows = [r.split(" | ") for r in (tmp_path / "comparison.md").read_text().splitlines()]
+    trm = [[*r[1:7], r[8]] for r in rows if r[0] == "| TRM"]
+    assert trm == [
+        ["4", "74.7", "60.0 [50.0, 70.0]", "2", "7.5", "2", ""],
+        ["4", "", "40.0", "1", "2.5", "1", "ACT at inference"],
+    ]
+    assert groups == {
+        "empties": {
+            "FPRM": [[bucket(3, 0.9, 5.0)]], "TRM": [whole], "TRM, ACT at inference": [early],
+        },
+    }  # fmt: skip
+
+
+def test_lengths_are_a_measure_of_difficulty(tmp_path):
+    run = write_run(
+        tmp_path / "r", tiny() | {"task": {"name": "word_problem", "group": "A5"}}, lengths=(4, 6),
+        sequence_accuracy=0.25, effective_layers_median=6.0,
+    )  # fmt: skip
+    found, _ = report.find([str(run)])
+    buckets = report._by_difficulty(found[0], 6)["length"]
+    assert [(b["from"], b["to"], b["sequence_accuracy"]) for b in buckets] == [
+        (4, 4, 0.25), (6, 6, 0.25),
+    ]  # fmt: skip
+    assert buckets[0]["effective_layers_median"] == 6.0
+    lines = report.lines(tables.STATE_TRACKING, found)
+    (figure,) = report.draw_difficulty(tables.STATE_TRACKING, lines, tmp_path / "s")
+    assert figure == tmp_path / "s_by_length.png"
+    assert figure.exists()
+    assert report.draw_difficulty(tables.WORD_PROBLEM, lines, tmp_path / "w") == []
 
 
 def test_an_evaluation_with_overrides_is_a_line_of_its_own(tmp_path):

@@ -300,4 +300,6 @@ def test_evaluation_adds_the_rules_verdict(make_run):
         for statistic in ("median", "mean"):
             steps = bucket[f"solver_steps_{statistic}"]
             assert bucket[f"effective_layers_{statistic}"] == pytest.approx(per_step * steps)
+    spent = sum(b["examples"] * b["flops_per_example_mean"] for b in result["by_empties"])
+    assert spent / 471 == pytest.approx(result["flops_per_example_mean"])
     assert run.task.identity("eval")["file"] == "sudoku4.csv.gz"
