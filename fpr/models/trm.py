@@ -92,8 +92,12 @@ class TRMLayer(base.Layer):
     config: TRMConfig
 
     def setup(self) -> None:
-        self.net = FPRMLayer(self.config)
+        self.net = self._network()
         self.start = self._start()
+
+    def _network(self) -> FPRMLayer:
+        # The starts are the recursion's: a network holds none of its own.
+        return FPRMLayer(dataclasses.replace(self.config, z0="random"))
 
     def _start(self) -> jax.Array:
         """Starts of z_H and of the low states, (1 + num_levels, D)."""
