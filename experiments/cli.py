@@ -38,6 +38,13 @@ class Parser(argparse.ArgumentParser):
         return flags
 
 
+def check_least(flags: argparse.Namespace, **least: int) -> None:
+    """Raises UserError for a flag below the least value that is allowed."""
+    for name, allowed in least.items():
+        if getattr(flags, name) < allowed:
+            raise UserError(f"--{name}={getattr(flags, name)}, allowed: at least {allowed}")
+
+
 def exit_code(command: Callable[[], int]) -> int:
     """What `command` returns, or 2 and one line where it meets a user's mistake."""
     try:

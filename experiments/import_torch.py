@@ -5,10 +5,11 @@
 
 Reads the state dicts of FPRM's, TRM's and HRM's authors (.pt, .pth or .safetensors) without running
 code from the file. Sizes come from the arrays; the rest (heads, norms, solver, data) from --config,
-by default the paper's config for the checkpoint's vocabulary. Afterwards:
+by default the paper's config for the model and the checkpoint's vocabulary. What no array can show
+is told afterwards, with the command that evaluates the import:
 
     python -m experiments.run --config=DIR/config.py --workdir=DIR --mode=eval
-        --config.task.path=DATA
+        [--config.task.path=DATA]
 """
 
 from __future__ import annotations
@@ -38,22 +39,25 @@ WEIGHTS = ("ema", "model")
 USAGE = (
     "usage: python -m experiments.import_torch --model=fprm|trm|hrm --checkpoint=FILE --workdir=DIR"
 )
-# Where a checkpoint keeps its state dict, and its averaged weights.
-MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
-EMA_KEYS = ("ema", "ema_helper", "ema_state_dict", "model_ema", "shadow")
-WRAPPERS = ("_orig_mod.", "module.", "model.", "inner.")
 # Buffers that follow from the model's options.
 BUFFERS = re.compile(
     r"(^|\.)(cos_cached|sin_cached|inv_freq|(causal_|attn_|attention_)?mask|local_weights|local_ids)$"
 )
-# Vocabulary size -> config of the paper.
+# (Model, vocabulary size) -> config of the paper; "trm_conv": TRM with a causal convolution.
 PAPER_CONFIGS = {
-    11: "sudoku.py:fprm",
-    6: "maze.py:fprm",
-    12: "arc.py:fprm",
-    61: "state_tracking.py:fprm_a5_paper",
-    121: "state_tracking.py:fprm_s5_paper",
+    **{
+        (model, vocab): f"{task}.py:{model}"
+        for model in MODELS
+        for vocab, task in ((11, "sudoku"), (6, "maze"), (12, "arc"))
+    },
+    **{
+        (model, vocab): f"state_tracking.py:{model}_{group}_paper"
+        for model in ("fprm", "trm", "trm_conv")
+        for vocab, group in ((61, "a5"), (121, "s5"))
+    },
 }
+# Options that decide what a model computes, but leave no trace in its arrays.
+ASSUMED = ("num_heads", "num_registers", "h_cycles", "l_cycles")
 CONFIG_PY = '''"""The config of an imported run: what stands in config.json beside this file."""
 
 import json
@@ -74,61 +78,14 @@ class Mapped:
       options: model options that follow from the arrays.
       ignored: names that hold nothing that is learned.
       unmatched: names that we have no place for.
-      starts: names of a fixed start of FPRM, which is left out.
+      starts: FPRM's "H_init" and "L_init", of which it is not known whether they are used.
     """
 
     params: Tensors
     options: dict[str, Any]
     ignored: list[str]
     unmatched: list[str]
-    starts: list[str] = dataclasses.field(default_factory=list)
-
-
-def state_dict(content: Any, weights: str, path: Path) -> tuple[Tensors, str]:
-    """The arrays of a checkpoint, averaged ones over the others if `weights` is "ema".
-
-    Returns:
-      The arrays and what they are: "ema", "model", or "unnamed" where the file has one set of
-      weights and does not say whether it is an average.
-
-    Raises:
-      UserError: it holds no state dict.
-    """
-    if not isinstance(content, Mapping):
-        raise UserError(f"{path} holds {type(content).__name__}, not a state dict")
-    plain = _tensors(content)
-    averaged: Tensors = {}
-    for key in EMA_KEYS:
-        averaged = averaged or _tensors(content.get(key))
-    if not plain:
-        plain = next((t for key in MODEL_KEYS if (t := _tensors(content.get(key)))), {})
-    if not plain and not averaged:
-        held = ", ".join(map(str, list(content)[:8])) or "nothing"
-        raise UserError(f"{path} has no state dict; it holds {held}")
-    plain, averaged = _unwrap(plain), _unwrap(averaged)
-    # An average holds parameters only: buffers are those of the model.
-    if averaged and (weights == "ema" or not plain):
-        return plain | averaged, "ema"
-    return plain, "model" if averaged else "unnamed"
-
-
-def _tensors(value: Any) -> Tensors:
-    """`value` if it is a dictionary of arrays, else nothing; "shadow" in it is looked into."""
-    if not isinstance(value, Mapping):
-        return {}
-    if value and all(isinstance(a, np.ndarray) for a in value.values()):
-        return {str(name): a for name, a in value.items()}
-    return _tensors(value.get("shadow")) if "shadow" in value else {}
-
-
-def _unwrap(tensors: Tensors) -> Tensors:
-    """Names without what compilation, parallelism and the loss head put in front."""
-    found = {}
-    for name, value in tensors.items():
-        while wrapper := next((w for w in WRAPPERS if name.startswith(w)), ""):
-            name = name.removeprefix(wrapper)
-        found[name] = value
-    return found
+    starts: Tensors = dataclasses.field(default_factory=dict)
 
 
 def block_params(weights: Mapping[str, np.ndarray]) -> tuple[Tensors, list[str]]:
@@ -166,7 +123,8 @@ def map_names(model: str, tensors: Tensors) -> Mapped:
     """Finds a place for every array of a state dict.
 
     Raises:
-      UserError: no embedding or no layers, so that it is no such model at all.
+      UserError: no embedding or no layers, so that it is no such model at all; or more networks
+        than the model has.
     """
     ignored = sorted(name for name in tensors if BUFFERS.search(name))
     rest = {n: np.asarray(a, np.float32) for n, a in tensors.items() if n not in ignored}
@@ -178,6 +136,8 @@ def map_names(model: str, tensors: Tensors) -> Mapped:
         "q_head.weight": ("q_head/kernel", True),
         "q_head.bias": ("q_head/bias", False),
     }
+    if model == "fprm":  # Held only where the start is fixed.
+        ends["L_optimizer.init_vec"] = ("layers_0/start", False)
     for name, (ours, transpose) in ends.items():
         if name in rest:
             value = rest.pop(name)
@@ -191,6 +151,9 @@ def map_names(model: str, tensors: Tensors) -> Mapped:
             f"layers.0; its names begin with {shown}"
         )
     networks = {prefix: _network(model, prefix) for prefix in sorted(found)}
+    if len(set(networks.values())) < len(networks):
+        shown = " and ".join(f"{prefix}layers" for prefix in networks)
+        raise UserError(f"{model} has one network, found {len(networks)}: {shown}")
     unmatched: list[str] = []
     block: Tensors = {}
     for prefix, ours in networks.items():
@@ -201,13 +164,12 @@ def map_names(model: str, tensors: Tensors) -> Mapped:
         block, left = block_params(mine)
         params |= {f"layers_0/{ours}{name}": value for name, value in block.items()}
         unmatched += [prefix + name for name in left]
-    names: list[str] = [n for n in ("H_init", "L_init") if n in rest]
-    starts = [rest.pop(n) for n in names]
+    starts: Tensors = {n: rest.pop(n).reshape(-1) for n in ("H_init", "L_init") if n in rest}
     if starts and model != "fprm":
-        params["layers_0/start"] = np.stack([start.reshape(-1) for start in starts])
+        params["layers_0/start"] = np.stack(list(starts.values()))
     options = _options(model, params, block, len(starts))
-    left_out = names if model == "fprm" else []
-    return Mapped(params, options, ignored, sorted([*unmatched, *rest]), left_out)
+    unknown_use = starts if model == "fprm" else {}
+    return Mapped(params, options, ignored, sorted([*unmatched, *rest]), unknown_use)
 
 
 def _network(model: str, prefix: str) -> str:
@@ -248,8 +210,12 @@ def _options(model: str, params: Tensors, block: Tensors, starts: int) -> dict[s
             logit = "alpha_2" in block
             options["residual_scale"] = "input_independent" if logit else "input_dependent"
             options["outer_only"] = not any(n.startswith("alpha_1") for n in scales)
+        if "layers_0/start" in params:
+            options["z0"] = "fixed"
     else:
         options["num_levels"] = max(0, starts - 1)
+    if model == "hrm":  # As released: one token of puzzle embedding, and none without it.
+        options["num_registers"] = int("puzzle_embedding" in params)
     return options
 
 
@@ -267,23 +233,25 @@ def make_config(
     """The complete experiment config of the imported model.
 
     Raises:
-      UserError: no config for this vocabulary, or a mistake in the overrides.
+      UserError: no config for this model and vocabulary, or a mistake in the overrides.
     """
     options = dict(mapped.options)
     if not spec:
-        vocab = options["vocab_size"]
-        if vocab not in PAPER_CONFIGS:
+        vocab, convolved = options["vocab_size"], options["conv"] != "none"
+        known = (f"{model}_conv" if convolved else model, vocab)
+        known = known if known in PAPER_CONFIGS else (model, vocab)
+        if known not in PAPER_CONFIGS:
             raise UserError(
-                f"no config is known for a vocabulary of {vocab}; give one with "
+                f"no config is known for {model} with a vocabulary of {vocab}; give one with "
                 "--config=FILE[:VARIANT]"
             )
-        spec = str(configs.CONFIG_DIR / PAPER_CONFIGS[vocab])
+        spec = str(configs.CONFIG_DIR / PAPER_CONFIGS[known])
     config = configs.load(spec)
     base = config["model"]
     tokens = options.pop("tokens", None)
     kept = {"seq_len": base["seq_len"], "num_registers": base.get("num_registers", 0)}
     if tokens is not None:
-        kept["seq_len"] = tokens - kept["num_registers"]
+        kept["seq_len"] = tokens - options.get("num_registers", kept["num_registers"])
     for name in ("num_heads", "dtype", "causal", "rope"):
         if name in base:
             kept[name] = base[name]
@@ -347,39 +315,54 @@ def import_checkpoint(argv: Sequence[str]) -> str:
     folder, checkpoint = Path(given["workdir"]), Path(given["checkpoint"])
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"--workdir={folder} is not empty; give a new directory")
-    tensors, kind = state_dict(torch_files.read(checkpoint), given["weights"], checkpoint)
+    tensors, kind = torch_files.state_dict(
+        torch_files.read(checkpoint), given["weights"], checkpoint
+    )
     mapped = map_names(given["model"], tensors)
     spec = str(values["config"].value or "")
     config = make_config(given["model"], mapped, spec, overrides, rest)
-    check_shapes(config, mapped)
+    params, starts = mapped.params, dict(mapped.starts)
+    fixed = config["model"].get("z0") == "fixed"
+    if fixed and "H_init" in starts and "layers_0/start" not in params:
+        params = params | {"layers_0/start": starts.pop("H_init")}
+    check_shapes(config, dataclasses.replace(mapped, params=params))
     if kind != "ema":
         config["ema"] = 0.0  # These weights are not known to be an average.
     with checkpoint.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     folder.mkdir(parents=True, exist_ok=True)
-    write_weights(folder / "weights.npz", registry.unflatten(mapped.params))
+    write_weights(folder / "weights.npz", registry.unflatten(params))
     write_json(folder / "config.json", config)
     source = {"file": checkpoint.name, "sha256": digest, "weights": kind}
     write_json(folder / "imported.json", source)
     write_atomically(folder / "config.py", lambda p: p.write_text(CONFIG_PY))
-    size = sum(a.size for a in mapped.params.values())
+    size = sum(a.size for a in params.values())
     told = [f"imported {size:,} parameters of {given['model']} from {checkpoint} into {folder}"]
     if mapped.ignored:
         told.append(f"not needed here: {', '.join(mapped.ignored)}")
-    if mapped.starts:
+    if starts:
         told.append(
-            f"a fixed start of FPRM is not imported ({', '.join(mapped.starts)}): its solver draws "
-            "the start anew for each example"
+            f"a fixed start of FPRM is not imported ({', '.join(starts)})"
+            + (
+                ": the solver draws the start anew for each example; --config.model.z0=fixed "
+                "starts from H_init"
+                if "H_init" in starts and not fixed
+                else ""
+            )
         )
+    guessed = {n: config["model"][n] for n in ASSUMED if n in config["model"]}
+    guessed = {n: v for n, v in guessed.items() if f"model.{n}" not in overrides}
+    if guessed:
+        flags_of = " ".join(f"--config.model.{n}={v}" for n, v in guessed.items())
+        told.append(f"assumed, as no array shows it: {flags_of}")
     if config["task"]["name"] == "arc":
         told.append(
             "the rows of the puzzle embedding keep the authors' numbering of tasks, which is not "
             "that of task.name='arc'"
         )
-    told.append(
-        f"evaluate it: python -m experiments.run --config={folder / 'config.py'} "
-        f"--workdir={folder} --mode=eval --config.task.path=DATA"
-    )
+    command = f"python -m experiments.run --config={folder / 'config.py'} --workdir={folder}"
+    data = " --config.task.path=DATA" if "path" in config["task"] else ""
+    told.append(f"evaluate it: {command} --mode=eval{data}")
     return "\n".join(told)
 
 

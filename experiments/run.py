@@ -86,13 +86,20 @@ def read_overrides(rest: Sequence[str]) -> dict[str, str]:
 
 
 def apply_overrides(config: dict[str, Any], rest: Sequence[str]) -> dict[str, Any]:
-    """Applies the overrides, each parsed as the type of the value it replaces."""
+    """Applies the overrides, each parsed as the type of the value it replaces.
+
+    Raises:
+      UserError: a value that is not of that type.
+    """
     argv = ["run", *rest]
     values = flags.FlagValues()
-    holder = config_flags.DEFINE_config_dict(
-        "config", ConfigDict(config), flag_values=values, sys_argv=argv
-    )
-    values(argv)
+    try:
+        holder = config_flags.DEFINE_config_dict(
+            "config", ConfigDict(config), flag_values=values, sys_argv=argv
+        )
+        values(argv)
+    except flags.Error as error:
+        raise UserError(" ".join(str(error).split())) from error
     return holder.value.to_dict()
 
 

@@ -157,6 +157,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         raise unknown("--on_error", flags.on_error, puzzle_files.ON_ERROR)
     if flags.max_steps < 0:
         raise UserError(f"--max_steps must not be negative, got {flags.max_steps}")
+    if flags.max_steps >= 2**31:
+        raise UserError(f"--max_steps must be below 2**31, got {flags.max_steps}")
     for name, suffix in (("picture", ".png"), ("animation", ".gif")):
         path = getattr(flags, name)
         if path and path.suffix.lower() != suffix:

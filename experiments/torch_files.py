@@ -2,7 +2,8 @@
 
 A `.pt` file is a zip archive with a pickle that calls functions by name. The unpickler here knows
 the few names that rebuild tensors and dictionaries, by versions of its own, and refuses all others.
-PyTorch itself is not needed; safetensors files need the package safetensors.
+PyTorch itself is not needed; safetensors files need the package safetensors. `state_dict` finds the
+weights, averaged ones among them, in what a training program saved.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import pickle
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,11 @@ from experiments.errors import UserError
 
 Tensors = dict[str, np.ndarray]
 
+# Where a checkpoint keeps its state dict, and its averaged weights.
+MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
+EMA_KEYS = ("ema", "ema_helper", "ema_state_dict", "model_ema", "shadow")
+AVERAGED = "n_averaged"  # torch.optim.swa_utils.AveragedModel counts in it
+WRAPPERS = ("_orig_mod.", "module.", "model.", "inner.")
 # Names of torch.save's storage classes, and those of safetensors' types.
 _STORAGES: dict[str, Any] = {
     "DoubleStorage": np.float64,
@@ -64,6 +70,74 @@ def read(path: Path) -> Any:
             "with torch.save"
         )
     raise UserError(f"{path} is neither a .safetensors file nor a zip archive of torch.save")
+
+
+def state_dict(content: Any, weights: str, path: Path) -> tuple[Tensors, str]:
+    """The arrays of a checkpoint, averaged ones over the others if `weights` is "ema".
+
+    Returns:
+      The arrays and what they are: "ema", "model", or "unnamed" where the file has one set of
+      weights and does not say whether it is an average.
+
+    Raises:
+      UserError: it holds no state dict, or an average that cannot be read and is asked for.
+    """
+    if not isinstance(content, Mapping):
+        raise UserError(f"{path} holds {type(content).__name__}, not a state dict")
+    plain = _tensors(content, MODEL_KEYS)
+    averaged: Tensors = {}
+    for key in EMA_KEYS:
+        held = content.get(key)
+        averaged = averaged or _tensors(held, ("shadow", *MODEL_KEYS))
+        # A number or a flag under such a name is an option of the training, no weights.
+        if isinstance(held, Mapping | list | tuple) and held and not averaged and weights == "ema":
+            raise UserError(
+                f"{path} keeps averaged weights under {key!r} in a form that is not read here; "
+                "--weights=model takes the others"
+            )
+    if AVERAGED in plain and not averaged:
+        plain, averaged = {}, plain
+    if not plain and not averaged:
+        held = ", ".join(map(str, list(content)[:8])) or "nothing"
+        raise UserError(f"{path} has no state dict; it holds {held}")
+    plain, averaged = _unwrap(plain), _unwrap(averaged)
+    # An average holds parameters only: buffers are those of the model.
+    if averaged and (weights == "ema" or not plain):
+        return plain | averaged, "ema"
+    return plain, "model" if averaged else "unnamed"
+
+
+def _tensors(value: Any, keys: Sequence[str]) -> Tensors:
+    """`value` if it is a dictionary of arrays, else the first such in it under one of `keys`."""
+    if not isinstance(value, Mapping):
+        return {}
+    if value and all(isinstance(a, np.ndarray) for a in value.values()):
+        return {str(name): a for name, a in value.items()}
+    return next((found for key in keys if (found := _tensors(value.get(key), keys))), {})
+
+
+def _unwrap(tensors: Tensors) -> Tensors:
+    """Names without what compilation, parallelism and the loss head put in front.
+
+    Raises:
+      UserError: two arrays have the same name then.
+    """
+    found: Tensors = {}
+    full: dict[str, str] = {}
+    for name, value in tensors.items():
+        short = name
+        while wrapper := next((w for w in WRAPPERS if short.startswith(w)), ""):
+            short = short.removeprefix(wrapper)
+        if short in found:
+            both = " and ".join(sorted((full[short], name)))
+            raise UserError(
+                f"unknown checkpoint layout: {both} are both {short}, once the wrappers are taken "
+                "off"
+            )
+        full[short] = name
+        if short != AVERAGED:
+            found[short] = value
+    return found
 
 
 def _read_safetensors(path: Path) -> Tensors:

@@ -8,10 +8,14 @@ first with answers yes and no. Train with `--config.task.path=FOLDER`.
 
 from __future__ import annotations
 
-import argparse
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+
+from experiments import cli
+from experiments.errors import UserError
 
 PEOPLE = ("Ada", "Bo", "Cy", "Dee")
 PLACES = ("harbour", "island", "lagoon", "lighthouse", "mill", "quarry")
@@ -103,24 +107,25 @@ def story(kind: int, rng: np.random.Generator) -> list[str]:
     return world.lines
 
 
-def main() -> None:
-    """Writes qa1, qa2 and qa6 of every split."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def run(argv: Sequence[str]) -> int:
+    """Writes qa1, qa2 and qa6 of every split.
+
+    Raises:
+      UserError: a mistake in the command line, or a folder that cannot be written.
+    """
+    parser = cli.Parser("data.make_babi", __doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--train", type=int, default=2000, help="stories of each kind")
     parser.add_argument("--test", type=int, default=200, help="also for validation")
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    for option in ("train", "test"):
-        if getattr(args, option) < 1:
-            parser.error(f"--{option}={getattr(args, option)}, allowed: at least 1")
-    if args.seed < 0:
-        parser.error(f"--seed={args.seed}, allowed: at least 0")
+    args = parser.parse(argv)
+    cli.check_least(args, train=1, test=1, seed=0)
     try:
         write(args.out, args.train, args.test, args.seed)
     except OSError as error:
-        parser.error(f"--out={args.out} cannot be written: {error.strerror}")
+        raise UserError(f"--out={args.out} cannot be written: {error.strerror}") from error
     print(f"{args.train} + {args.test} + {args.test} stories of kinds 1, 2 and 6 in {args.out}")
+    return 0
 
 
 def write(out: Path, train: int, test: int, seed: int) -> None:
@@ -143,5 +148,10 @@ def write(out: Path, train: int, test: int, seed: int) -> None:
             (out / f"qa{kind}_{split}.txt").write_text("\n".join(lines) + "\n")
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    return cli.exit_code(lambda: run(sys.argv[1:] if argv is None else argv))
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

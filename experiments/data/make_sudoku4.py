@@ -12,12 +12,14 @@ digit that fits only one cell of a row, column or box; 100 is added where that g
 
 from __future__ import annotations
 
-import argparse
 import itertools
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from experiments import cli
 from experiments.tasks import puzzle_files, sudoku
 
 STUCK = 100
@@ -132,16 +134,27 @@ def puzzles(seed: int) -> list[tuple[str, str, str, int]]:
     return [rows[i] for i in rng.permutation(len(rows))]
 
 
-def main() -> None:
-    """Writes the file."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def run(argv: Sequence[str]) -> int:
+    """Writes the file.
+
+    Raises:
+      UserError: a mistake in the command line.
+    """
+    parser = cli.Parser("data.make_sudoku4", __doc__)
     parser.add_argument("--out", type=Path, default=puzzle_files.DATA_DIR / "sudoku4.csv.gz")
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = parser.parse(argv)
+    cli.check_least(args, seed=0)
     rows = puzzles(args.seed)
     puzzle_files.write(args.out, rows)
     print(f"{len(rows)} puzzles in {args.out}")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    return cli.exit_code(lambda: run(sys.argv[1:] if argv is None else argv))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -16,14 +16,17 @@ source = qqwing-D, with "+N" for N free cells.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from experiments import cli
+from experiments.errors import UserError
 from experiments.tasks import puzzle_files
 
 DIFFICULTIES = ("simple", "easy", "intermediate", "expert")
@@ -31,9 +34,22 @@ FEWEST_EMPTIES = 25
 
 
 def qqwing(*options: str, puzzles: str = "") -> list[dict[str, str]]:
-    """Rows of qqwing's CSV output."""
+    """Rows of qqwing's CSV output.
+
+    Raises:
+      UserError: it is not installed, or fails.
+    """
     command = ["qqwing", *options, "--csv", "--stats"]
-    done = subprocess.run(command, input=puzzles, capture_output=True, text=True, check=True)
+    try:
+        done = subprocess.run(command, input=puzzles, capture_output=True, text=True, check=True)
+    except FileNotFoundError as error:
+        raise UserError(
+            "the program qqwing is not installed; it is Debian's package qqwing: apt-get install "
+            "qqwing"
+        ) from error
+    except subprocess.CalledProcessError as error:
+        said = " ".join(error.stderr.split())
+        raise UserError(f"{' '.join(command)} failed: {said}") from error
     return list(csv.DictReader(io.StringIO(done.stdout)))
 
 
@@ -66,17 +82,28 @@ def puzzles(per_difficulty: int, seed: int) -> list[tuple[str, str, str, int]]:
     return [rows[i] for i in rng.permutation(len(rows))]
 
 
-def main() -> None:
-    """Writes the file."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def run(argv: Sequence[str]) -> int:
+    """Writes the file.
+
+    Raises:
+      UserError: a mistake in the command line, or no qqwing.
+    """
+    parser = cli.Parser("data.make_sudoku9", __doc__)
     parser.add_argument("--out", type=Path, default=puzzle_files.DATA_DIR / "sudoku9.csv.gz")
     parser.add_argument("--per_difficulty", type=int, default=1500)
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = parser.parse(argv)
+    cli.check_least(args, per_difficulty=1, seed=0)
     rows = puzzles(args.per_difficulty, args.seed)
     puzzle_files.write(args.out, rows)
     print(f"{len(rows)} puzzles in {args.out}")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    return cli.exit_code(lambda: run(sys.argv[1:] if argv is None else argv))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

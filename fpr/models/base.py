@@ -69,6 +69,13 @@ class Layer(nn.Module):
         """f: one application."""
         raise TypeError(f"{type(self).__name__} does not define step")
 
+    def differentiable_step(self, x: PyTree, z: PyTree) -> PyTree:
+        """f with its whole derivative with respect to z, for a layer whose `step` cuts that short.
+
+        What `step` does not differentiate with respect to parameters and x stays a constant.
+        """
+        return self.step(x, z)
+
     def readout(self, h: jax.Array, x: PyTree, z: PyTree) -> jax.Array:
         """The stream after the layer, its residual connection included."""
         raise TypeError(f"{type(self).__name__} does not define readout")
@@ -109,15 +116,17 @@ class SequentialLayer(Layer):
         raise TypeError(f"{type(self).__name__} does not define next_cache")
 
 
-def as_function(layer: Layer) -> tuple[Callable[[PyTree, PyTree, PyTree], PyTree], PyTree]:
-    """A bound layer's `step` as a pure f(params, x, z), and its parameters.
+def as_function(
+    layer: Layer, method: str = "step"
+) -> tuple[Callable[[PyTree, PyTree, PyTree], PyTree], PyTree]:
+    """A bound layer's `step` (or another method) as a pure f(params, x, z), and its parameters.
 
     The solver's loop must not see bound Flax variables: they would leak tracers.
     """
     module, variables = layer.unbind()
 
     def f(params: PyTree, x: PyTree, z: PyTree) -> PyTree:
-        return module.apply({"params": params}, x, z, method="step")
+        return module.apply({"params": params}, x, z, method=method)
 
     return f, variables.get("params", {})
 
@@ -315,7 +324,8 @@ class Model(nn.Module):
                 x = layer.drop(x, jax.random.wrap_key_data(carried.key))
             z = jax.lax.stop_gradient(carried.z)
             keys = sample_keys(fold_in(key, i), h.shape[0])
-            norms.append(_jacobian_norm(*as_function(layer), x, z, keys, step))
+            f, params = as_function(layer, "differentiable_step")
+            norms.append(_jacobian_norm(f, params, x, z, keys, step))
             h = layer.readout(h, x, z)
         if not norms:
             raise ValueError(f"{type(self).__name__} has no loop, so f has no Jacobian")

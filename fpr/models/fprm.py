@@ -64,7 +64,8 @@ class FPRMConfig:
       num_registers: P register tokens in front.
       num_puzzles: rows of the per-puzzle embedding held by the registers; 0 has none.
       z0: "random": truncated normal redrawn for each sample from its key (one shared draw where
-        no key is given); "fixed": always that one draw.
+        no key is given); "fixed": always one vector for all samples and tokens, drawn once and
+        held with the parameters, but without a gradient (with z0_std=0 it is 0, and not held).
       z0_std: its standard deviation.
       dropout: rate of variational dropout in training (where a key is given): a mask on the
         channels of each sublayer's output, one for each sample, the same for all tokens and all
@@ -182,6 +183,9 @@ class FPRMLayer(base.Layer):
             make_mixer = bases.BASES[c.base][1]
             self.token_mixers = [make_mixer(c) for _ in range(c.num_layers)]
         self.mlps = [layers.SwiGLU(c.expansion, dtype) for _ in range(c.num_layers)]
+        if c.z0 == "fixed" and c.z0_std:
+            init = layers.truncated_normal_init(c.z0_std)
+            self.start = self.param("start", init, (c.hidden_size,))
         names = ("alpha_2",) if c.outer_only else ("alpha_1", "alpha_2")
         if c.residual_scale == "input_independent":
             for name in names:
@@ -197,11 +201,16 @@ class FPRMLayer(base.Layer):
         return layers.rms_norm(h, self.config.norm_eps) if self.config.normalize_input else h
 
     def init_state(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
+        c = self.config
+        if c.z0 == "fixed":
+            start = jax.lax.stop_gradient(self.start) if c.z0_std else jnp.zeros(())
+            return jnp.broadcast_to(start.astype(jnp.float32), x.shape)
+
         def draw(key: jax.Array) -> jax.Array:
-            init = layers.truncated_normal_init(self.config.z0_std)
+            init = layers.truncated_normal_init(c.z0_std)
             return init(key, x.shape[1:], jnp.float32)
 
-        if key is None or self.config.z0 == "fixed":
+        if key is None:
             # The key of the one shared draw: part of the model, so that evaluation repeats.
             return jnp.broadcast_to(draw(jax.random.PRNGKey(0)), x.shape)
         return jax.vmap(draw)(base.sample_keys(key, x.shape[0]))

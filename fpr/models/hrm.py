@@ -36,8 +36,8 @@ class HRMLayer(TRMLayer):
     config: HRMConfig
 
     def setup(self) -> None:
-        self.low_net = FPRMLayer(self.config)
-        self.high_net = FPRMLayer(self.config)
+        self.low_net = self._network()
+        self.high_net = self._network()
         self.start = self._start()
 
     def nets(self) -> tuple[FPRMLayer, FPRMLayer]:

@@ -92,8 +92,12 @@ class TRMLayer(base.Layer):
     config: TRMConfig
 
     def setup(self) -> None:
-        self.net = FPRMLayer(self.config)
+        self.net = self._network()
         self.start = self._start()
+
+    def _network(self) -> FPRMLayer:
+        # The starts are the recursion's: a network holds none of its own.
+        return FPRMLayer(dataclasses.replace(self.config, z0="random"))
 
     def _start(self) -> jax.Array:
         """Starts of z_H and of the low states, (1 + num_levels, D)."""
@@ -119,6 +123,14 @@ class TRMLayer(base.Layer):
         return {"H": high, "L": tuple(lows)}
 
     def step(self, x: jax.Array, z: States) -> States:
+        # Cut off from z before and after, the cycles without gradient keep nothing for it.
+        return self._segment(x, z, jax.lax.stop_gradient)
+
+    def differentiable_step(self, x: jax.Array, z: States) -> States:
+        return self._segment(x, z, lambda z: z)
+
+    def _segment(self, x: jax.Array, z: States, cut: Callable[[States], States]) -> States:
+        """f; `cut` is applied to the states on both sides of the cycles without gradient."""
         c = self.config
         if self.is_initializing():
             for net in self.nets():
@@ -138,7 +150,7 @@ class TRMLayer(base.Layer):
         detached = updates(*jax.lax.stop_gradient((params, x)))
 
         def without_gradient(update: Callable[[States], States], z: States, n: int) -> States:
-            return jax.lax.stop_gradient(repeat(update, jax.lax.stop_gradient(z), n))
+            return cut(repeat(update, cut(z), n))
 
         if c.gradient == "all":
             return repeat(lambda z: live.cycle(z, c.l_cycles), z, c.h_cycles)

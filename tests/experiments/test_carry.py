@@ -130,6 +130,25 @@ def test_trm_trains_with_act_in_one_compiled_step(fast_compile):
     assert step._cache_size() == 1
 
 
+def test_a_fixed_start_fills_the_slots_and_is_not_trained(fast_compile):
+    changes = {
+        "model": TINY["model"] | {"z0": "fixed"},
+        "train": TINY["train"] | {"regime": "carry"},
+    }
+    changes["optimizer"] = {"weight_decay": 0.5}
+    config = configs.complete(TINY | changes)
+    task = configs.validate(config)
+    optimizer = optim.make_optimizer(config["optimizer"], 6)
+    state = steps.init_state(config, optimizer, task.train_batch(0, 6))
+    start = np.asarray(state.params["layers_0"]["start"])
+    alpha = np.asarray(state.params["layers_0"]["alpha_1"])
+    z = state.carry.solver[0].z
+    np.testing.assert_array_equal(z, np.broadcast_to(start, z.shape))
+    state, _ = jax.jit(steps.make_train_step(config, optimizer))(state, task.train_batch(0, 6))
+    np.testing.assert_array_equal(state.params["layers_0"]["start"], start)
+    assert np.abs(state.params["layers_0"]["alpha_1"] - alpha).max() > 0
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -256,7 +256,7 @@ def test_made_up_stories_are_consistent(kind):
 
 def test_made_up_stories_are_files_of_this_format(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["make_babi", f"--out={tmp_path}", "--train=9", "--test=4"])
-    make_babi.main()
+    assert make_babi.main() == 0
     task = make(tmp_path, tasks=make_babi.KINDS, length=50)
     assert task.identity("train")["stories"] == 27
     assert task.identity("eval")["questions"] == 3 * 4 * 5
@@ -269,12 +269,13 @@ def test_made_up_stories_are_files_of_this_format(tmp_path, monkeypatch):
         (("--train=0",), "--train=0, allowed: at least 1"),
         (("--test=-1",), "--test=-1, allowed: at least 1"),
         (("--seed=-1",), "--seed=-1, allowed: at least 0"),
+        (("--trian=3",), "did you mean '--train'"),
         (("--train=1", "--test=1"), "file cannot be written: "),
     ],
 )
-def test_made_up_stories_that_cannot_be_written(options, message, tmp_path, monkeypatch, capsys):
+def test_made_up_stories_that_cannot_be_written(options, message, tmp_path, capsys):
     (tmp_path / "file").touch()
-    monkeypatch.setattr(sys, "argv", ["make_babi", f"--out={tmp_path / 'file'}", *options])
-    with pytest.raises(SystemExit):
-        make_babi.main()
-    assert message in capsys.readouterr().err
+    assert make_babi.main([f"--out={tmp_path / 'file'}", *options]) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error
+    assert len(error.splitlines()) == 1

@@ -1,5 +1,6 @@
 """State dicts with the authors' names and the golden arrays' block weights, in both formats."""
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -13,7 +14,7 @@ import pytest
 
 import fpr
 from experiments import config as configs
-from experiments import import_torch, run
+from experiments import import_torch, run, torch_files
 from fpr.models import fprm, trm
 from fpr.registry import flatten
 from tests.experiments import torch_zip
@@ -67,7 +68,7 @@ def command(checkpoint, workdir, model, *more):
 def golden(name):
     file = GOLDEN / f"{name}.npz"
     if not file.exists():
-        pytest.skip(f"waits for reference arrays: {file} is not there")
+        pytest.skip(f"waits for reference arrays: {file} is not there; set FPR_GOLDEN")
     with np.load(file) as arrays:
         arrays = dict(arrays)
     weights = {k.removeprefix("param/"): v for k, v in arrays.items() if k.startswith("param/")}
@@ -170,12 +171,13 @@ def test_ema_weights_buffers_and_other_types(tmp_path, monkeypatch, capsys):
     np.testing.assert_array_equal(averaged["puzzle_embedding"], plain_["puzzle_embedding"])
 
 
+@pytest.mark.parametrize("prefix", ["model.inner.", "module._orig_mod.model.inner."])
 @pytest.mark.parametrize("model", ["trm", "hrm"])
-def test_baselines(tmp_path, model):
+def test_baselines(tmp_path, model, prefix):
     tensors = ends() | under("L_level.", network()) | {"H_init": random(D), "L_init": random(D)}
     if model == "hrm":
         tensors |= under("H_level.", network())
-    safetensors.save_file(under("model.inner.", tensors), tmp_path / "x.safetensors")
+    safetensors.save_file(under(prefix, tensors), tmp_path / "x.safetensors")
     flags = ["--config.model.num_heads=4", "--config.model.num_registers=2"]
     assert command(tmp_path / "x.safetensors", tmp_path / "run", model, SUDOKU, *flags) == 0
     config, params = fpr.load(tmp_path / "run")
@@ -233,7 +235,10 @@ def good():
         ({"L_level.norm.weight": (D,)}, "no place for: L_level.norm.weight"),
         ({"lm_head.weight": (11, 7)}, r"lm_head/kernel has shape \(7, 11\), the model needs"),
         ({"embed_tokens.embedding_weight": None}, "not a state dict of trm.*H_init"),
-        ({"embed_tokens.embedding_weight": (50, D)}, "no config is known for a vocabulary of 50"),
+        (
+            {"embed_tokens.embedding_weight": (50, D)},
+            "no config is known for trm with a vocabulary of 50",
+        ),
         ({"H_level.layers.0.mlp.down_proj.weight": (D, 256)}, "is it --model=hrm"),
     ],
 )
@@ -260,6 +265,7 @@ def test_a_fixed_start_of_fprm_is_named_and_left_out(tmp_path, capsys, good):
     assert command(tmp_path / "x.safetensors", tmp_path / "run", "fprm", *flags) == 0
     out = capsys.readouterr().out
     assert "a fixed start of FPRM is not imported (H_init, L_init)" in out
+    assert "--config.model.z0=fixed starts from H_init" in out
     assert "layers_0/start" not in flatten(fpr.load(tmp_path / "run")[1])
 
 
@@ -269,6 +275,169 @@ def test_one_start_is_the_single_state_variant(tmp_path, good):
     flags = ["--config.model.num_heads=4", "--config.model.num_registers=2"]
     assert command(tmp_path / "x.safetensors", tmp_path / "run", "trm", *flags) == 0
     assert fpr.load(tmp_path / "run")[0]["num_levels"] == 0
+
+
+@pytest.mark.parametrize("with_conv", [False, True])
+@pytest.mark.parametrize(("vocab", "group"), [(61, "A5"), (121, "S5")])
+def test_state_tracking_takes_the_baselines_own_config(tmp_path, capsys, with_conv, vocab, group):
+    tensors = {k: v for k, v in ends(vocab).items() if k != "puzzle_emb.weights"}
+    block = network() | ({"conv.weight": random(D, 1, 4)} if with_conv else {})
+    tensors |= under("L_level.", block) | {"H_init": random(D), "L_init": random(D)}
+    safetensors.save_file(tensors, tmp_path / "x.safetensors")
+    workdir, flag = tmp_path / "run", "--config.model.num_heads=4"
+    assert command(tmp_path / "x.safetensors", workdir, "trm", flag) == 0
+    config = json.loads((workdir / "config.json").read_text())
+    model, own = config["model"], "trm_conv" if with_conv else "trm"
+    ours = configs.load(
+        f"{configs.CONFIG_DIR / 'state_tracking.py'}:{own}_{group.lower()}_paper"
+    )  # fmt: skip
+    assert config["task"] == ours["task"]
+    assert (config["task"]["group"], model["h_cycles"], model["l_cycles"]) == (group, 2, 4)
+    assert (model["causal"], model["rope"], model["num_registers"]) == (True, False, 0)
+    assert model["conv"] == ("conv1d" if with_conv else "none")
+    assert model["solver"] == ours["model"]["solver"]
+    assert config["q_loss_weight"] == 0.5
+    out = capsys.readouterr().out
+    assumed = "--config.model.num_registers=0 --config.model.h_cycles=2 --config.model.l_cycles=4\n"
+    assert f"assumed, as no array shows it: {assumed}" in out
+    assert out.endswith("--mode=eval\n")  # the task has no path
+
+
+@pytest.mark.parametrize("puzzles", [True, False])
+def test_hrm_has_one_token_of_puzzle_embedding(tmp_path, capsys, good, puzzles):
+    good |= under("H_level.", network())
+    if not puzzles:
+        del good["puzzle_emb.weights"]
+    safetensors.save_file(good, tmp_path / "x.safetensors")
+    flag = "--config.model.num_heads=4"
+    assert command(tmp_path / "x.safetensors", tmp_path / "run", "hrm", flag) == 0
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["model"]["num_registers"] == int(puzzles)
+    assert (config["model"]["h_cycles"], config["q_loss_weight"]) == (2, 0.5)
+    out = capsys.readouterr().out
+    assert f"--config.model.num_registers={int(puzzles)} --config.model.h_cycles=2" in out
+    assert out.endswith("--config.task.path=DATA\n")
+
+    good["embed_tokens.embedding_weight"] = random(61, D)
+    safetensors.save_file(good, tmp_path / "y.safetensors")
+    assert command(tmp_path / "y.safetensors", tmp_path / "other", "hrm", flag) == 2
+    assert "no config is known for hrm with a vocabulary of 61" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["trm", "hrm"])
+def test_the_baselines_compute_the_golden_outputs(tmp_path, model):
+    """The arrays of a post-norm block without scales, which is the network of both."""
+    arrays, weights, config = golden("fprm_block_post_plain")
+    networks = ("L_level.", "H_level.") if model == "hrm" else ("L_level.",)
+    tensors = ends() | {"H_init": random(D), "L_init": random(D)}
+    for prefix in networks:
+        tensors |= under(prefix, weights)
+    safetensors.save_file(under("module.model.inner.", tensors), tmp_path / "x.safetensors")
+    flags = options_of(config)
+    assert command(tmp_path / "x.safetensors", tmp_path / "run", model, *flags) == 0
+    options, params = fpr.load(tmp_path / "run")
+    net = fprm.FPRMLayer(dataclasses.replace(fpr.build(options).config, z0="random"))
+    names = ("low_net", "high_net") if model == "hrm" else ("net",)
+    assert set(params["layers_0"]) == {*names, "start"}
+    for name in names:
+        held = {"params": params["layers_0"][name]}
+        ours = net.apply(held, arrays["x"], arrays["z"], method="step")
+        assert np.abs(ours - arrays["out"]).max() < 1e-5 * np.abs(arrays["out"]).max()
+
+
+@pytest.mark.parametrize(
+    ("model", "tensors", "message"),
+    [
+        (
+            "fprm",
+            lambda good: under("encoder.", network()) | under("decoder.", network()),
+            "fprm has one network, found 2: decoder.layers and encoder.layers",
+        ),
+        (
+            "trm",
+            lambda good: under("L_level.", network()) | under("other.", network()),
+            "trm has one network, found 2: L_level.layers and other.layers",
+        ),
+        (
+            "trm",
+            lambda good: good | {"module.lm_head.weight": random(11, D)},
+            "lm_head.weight and module.lm_head.weight are both lm_head.weight",
+        ),
+    ],
+    ids=["encoder and decoder", "a second network", "two names"],
+)
+def test_two_arrays_never_share_a_place(tmp_path, capsys, good, model, tensors, message):
+    ours = {k: v for k, v in good.items() if not k.startswith("L_level.")}
+    safetensors.save_file(ours | tensors(good), tmp_path / "x.safetensors")
+    assert command(tmp_path / "x.safetensors", tmp_path / "run", model) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+AVERAGES = {
+    "nested": lambda plain, ema: {"model": plain, "ema": {"module": ema}},
+    "deep": lambda plain, ema: {"model": plain, "ema": {"decay": 0.9, "shadow": {"model": ema}}},
+    "beside": lambda plain, ema: {"model": plain, "shadow": ema},
+    "counted": lambda plain, ema: {
+        "model": plain, "ema": under("module.", ema) | {"n_averaged": np.array(7)},
+    },
+    "alone": lambda plain, ema: under("module.", ema) | {"n_averaged": np.array(7)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", AVERAGES)
+def test_an_average_is_found_wherever_it_lies(tmp_path, monkeypatch, good, form):
+    ema = {name: value + 1 for name, value in good.items()}
+    torch_zip.save(tmp_path / "x.pt", AVERAGES[form](good, ema), monkeypatch)
+    held = torch_files.read(tmp_path / "x.pt")
+    tensors, kind = torch_files.state_dict(held, "ema", tmp_path)
+    assert kind == "ema"
+    assert set(tensors) == set(good)
+    np.testing.assert_array_equal(tensors["H_init"], ema["H_init"])
+    if form != "alone":
+        tensors, kind = torch_files.state_dict(held, "model", tmp_path)
+        assert kind == "model" or kind == "unnamed"
+        np.testing.assert_array_equal(tensors["H_init"], good["H_init"])
+
+
+def test_an_average_that_cannot_be_read_is_no_reason_for_other_weights(tmp_path, good):
+    for held in ([np.ones(3)], {"shadow_params": [np.ones(3)]}):
+        with pytest.raises(ValueError, match=r"averaged weights under 'ema'.*--weights=model"):
+            torch_files.state_dict({"model": good, "ema": held}, "ema", tmp_path)
+        assert torch_files.state_dict({"model": good, "ema": held}, "model", tmp_path)[0]
+    for held in (None, False, 0.999, {}):  # an option, or nothing
+        kind = torch_files.state_dict({"model": good, "ema": held}, "ema", tmp_path)[1]
+        assert kind == "unnamed"
+
+
+def test_a_fixed_start_of_fprm_is_used_where_it_is_one(tmp_path, capsys, good):
+    flags = ["--config.model.num_heads=4", "--config.model.residual_scale=none"]
+    safetensors.save_file(good, tmp_path / "x.safetensors")
+    more = [*flags, "--config.model.z0=fixed"]
+    assert command(tmp_path / "x.safetensors", tmp_path / "asked", "fprm", *more) == 0
+    assert "not imported (L_init)" in capsys.readouterr().out
+    config, params = fpr.load(tmp_path / "asked")
+    np.testing.assert_array_equal(params["layers_0"]["start"], good["H_init"])
+
+    # The released optimiser holds a vector where, and only where, its start is fixed.
+    named = {k: v for k, v in good.items() if not k.endswith("_init")}
+    named["L_optimizer.init_vec"] = random(D)
+    safetensors.save_file(named, tmp_path / "y.safetensors")
+    assert command(tmp_path / "y.safetensors", tmp_path / "named", "fprm", *flags) == 0
+    config, params = fpr.load(tmp_path / "named")
+    assert config["z0"] == "fixed"
+    batch = {"tokens": jnp.ones((1, 81), jnp.int32)}
+    z = fpr.apply(config, params, batch, key=jax.random.key(0), max_steps=0).state[0].z
+    np.testing.assert_array_equal(z[0, 5], named["L_optimizer.init_vec"])
+
+
+def test_a_value_of_the_wrong_type_is_one_line(tmp_path, capsys, good):
+    safetensors.save_file(good, tmp_path / "x.safetensors")
+    flag = "--config.model.num_heads=abc"
+    assert command(tmp_path / "x.safetensors", tmp_path / "run", "trm", flag) == 2
+    error = capsys.readouterr().err.strip()
+    assert len(error.splitlines()) == 1
+    assert "config.model.num_heads" in error
 
 
 def test_mistakes_in_the_command(tmp_path, capsys, good):

@@ -180,10 +180,31 @@ def test_score(tmp_path):
     assert figure.stat().st_size > 1000
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--side=6"], "--side=6 had no path of --min_path=111 steps or more"),
+        (["--side=2"], "--side=2, allowed: at least 3"),
+        (["--train=0"], "--train=0, allowed: at least 1"),
+        (["--test=-1"], "--test=-1, allowed: at least 1"),
+        (["--braid=1.5"], "--braid=1.5, allowed: between 0 and 1"),
+        (["--braid=nan"], "--braid=nan, allowed: between 0 and 1"),
+        (["--seed=-1"], "--seed=-1, allowed: at least 0"),
+        (["--sides=6"], "did you mean '--side'"),
+    ],
+)
+def test_files_that_cannot_be_made(flags, message, tmp_path, capsys):
+    assert make_maze.main([f"--out={tmp_path / 'mazes'}", *flags]) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error
+    assert len(error.splitlines()) == 1
+    assert not (tmp_path / "mazes").exists()
+
+
 def test_files_made_and_read(tmp_path, monkeypatch, capsys):
     options = ["--side=6", "--train=5", "--test=3", "--min_path=4"]
     monkeypatch.setattr(sys, "argv", ["make_maze", f"--out={tmp_path}", *options])
-    make_maze.main()
+    assert make_maze.main() == 0
     assert "5 mazes in" in capsys.readouterr().out
     task = Maze(path=str(tmp_path))
     assert (task.length, task.eval_size, task.title) == (36, 3, "mazes of 6×6")

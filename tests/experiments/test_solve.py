@@ -142,6 +142,10 @@ def test_long_animations_skip_iterations(tmp_path, monkeypatch):
         (["--workdir=w", "--input=x", "--picture=a.jpg"], "--picture must end in .png"),
         (["--workdir=w", "--input=x", "--on_error=ask"], "valid: stop, skip"),
         (["--workdir=w", "--input=x", "--max_steps=-1"], "must not be negative"),
+        (
+            ["--workdir=w", "--input=x", "--max_steps=3000000000"],
+            "--max_steps must be below 2**31, got 3000000000",
+        ),
     ],
 )
 def test_mistakes_are_one_line(flags, message, capsys):

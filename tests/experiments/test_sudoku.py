@@ -6,7 +6,7 @@ import pytest
 
 import fpr
 from experiments import config as configs
-from experiments.data import make_sudoku4
+from experiments.data import make_sudoku4, make_sudoku9
 from experiments.errors import UserError
 from experiments.evaluate import Evaluator
 from experiments.tasks import build, options, puzzle_files, streams, sudoku
@@ -89,6 +89,26 @@ def test_sudoku4_is_complete_and_free_of_disguises():
 def renamed(grid):
     names = {0: 0}
     return tuple(names.setdefault(d, len(names)) for d in grid.tolist())
+
+
+@pytest.mark.parametrize(
+    ("program", "flags", "message"),
+    [
+        (make_sudoku4, ["--seed=-1"], "--seed=-1, allowed: at least 0"),
+        (make_sudoku4, ["--oat=x"], "did you mean '--out'"),
+        (make_sudoku9, ["--per_difficulty=0"], "--per_difficulty=0, allowed: at least 1"),
+        (make_sudoku9, [], "qqwing is not installed; it is Debian's package qqwing"),
+    ],
+)
+def test_shipped_data_cannot_be_made(program, flags, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if not flags:
+        flags = [f"--out={tmp_path / 'x.csv.gz'}"]
+    assert program.main(flags) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error
+    assert len(error.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_sudoku4_counts_by_brute_force():

@@ -151,12 +151,39 @@ def test_starts_are_random_by_sample_and_of_the_right_size():
     def start(config, key):
         return np.asarray(fpr.apply(config, params, batch, key=key, max_steps=0).state[0].z)
 
-    random, fixed = start(config, KEY), start(config, None)
+    random, shared = start(config, KEY), start(config, None)
     assert np.std(random) == pytest.approx(6.0, rel=0.05)
     assert not np.allclose(random[0], random[1])
     assert not np.allclose(random, start(config, jax.random.key(7)))
-    np.testing.assert_array_equal(fixed[0], fixed[1])
-    np.testing.assert_array_equal(start(config | {"z0": "fixed"}, KEY), fixed)
+    np.testing.assert_array_equal(shared[0], shared[1])
+
+
+def test_a_fixed_start_is_one_vector_held_but_not_trained():
+    config = SMALL | {"hidden_size": 512, "num_registers": 1, "z0": "fixed"}
+    params = fpr.init(config, KEY)
+    held = params["layers_0"]["start"]
+    assert held.shape == (512,)
+    assert np.std(held) == pytest.approx(6.0, rel=0.1)
+    assert count(config) == count(config | {"z0": "random"}) + 512
+    assert count(config | {"z0_std": 0.0}) == count(config | {"z0": "random"})
+
+    for key in (None, KEY):
+        z = fpr.apply(config, params, BATCH, key=key, max_steps=0).state[0].z
+        np.testing.assert_array_equal(z, np.broadcast_to(held, (3, 5, 512)))
+    zeros = fpr.apply(config | {"z0_std": 0.0}, params, BATCH, max_steps=0).state[0].z
+    assert not zeros.any()
+
+    small = SMALL | {"z0": "fixed"}
+    params = fill(small)
+    unrolled = {"adjoint": {"name": "unrolled"}}
+    _, grads = loss_and_grads(small | unrolled, params, BATCH)
+    assert not grads["layers_0"]["start"].any()
+    assert grads["layers_0"]["alpha_1"].any()
+    # It is used: other values, another answer.
+    moved = jax.tree.map(lambda a: a, params)
+    moved["layers_0"]["start"] = params["layers_0"]["start"] + 3.0
+    a, b = (fpr.apply(small, p, BATCH, max_steps=1).logits for p in (params, moved))
+    assert np.abs(a - b).max() > 1e-3
 
 
 def test_causality(causal):

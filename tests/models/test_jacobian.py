@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.flatten_util import ravel_pytree
 
 import fpr
 
@@ -72,3 +73,52 @@ def test_a_model_without_a_loop_has_no_jacobian():
         fpr.build(config).apply(
             {"params": params}, BATCH, (), jax.random.key(1), method="jacobian_norm"
         )
+
+
+RECURSIONS = {
+    "trm": {"name": "trm"},
+    "single state": {"name": "trm", "num_levels": 0, "gradient": "step"},
+    "hrm": {"name": "hrm"},
+}
+
+
+@pytest.mark.parametrize("options", RECURSIONS.values(), ids=RECURSIONS)
+def test_the_exact_form_sees_through_the_cycles_without_gradient(options, fast_compile):
+    """It equals the limit of the finite differences, in value and in gradient."""
+    config = {k: v for k, v in CONFIG.items() if k != "z0_std"}
+    config |= {"h_cycles": 2, "l_cycles": 1} | options
+    batch = {"tokens": BATCH["tokens"][:1]}
+    model, params = fpr.build(config), fpr.init(config, jax.random.key(0), batch)
+    state = fpr.apply(config, params, batch, train=True, max_steps=1).state
+    start, unravel = ravel_pytree(state[0].z)
+
+    def after(params, flat, method):
+        def run(module, z):
+            layer = module.layers[0]
+            return getattr(layer, method)(layer.inject(module.embed(batch)), z)
+
+        return ravel_pytree(model.apply({"params": params}, unravel(flat), method=run))[0]
+
+    def exact(params):
+        return jnp.mean(jax.jacrev(after, 1)(params, start, "differentiable_step") ** 2)
+
+    def finite(params, step=1e-3):
+        def value(flat):
+            return after(params, flat, "step")
+
+        return jnp.mean(
+            ((jax.vmap(value)(start + step * jnp.eye(start.size)) - value(start)) / step) ** 2
+        )
+
+    found, limit = (jax.jit(jax.value_and_grad(form))(params) for form in (exact, finite))
+    assert found[0] == pytest.approx(float(limit[0]), rel=0.02)
+    flat = [np.asarray(ravel_pytree(gradient)[0]) for _, gradient in (found, limit)]
+    assert np.linalg.norm(flat[0] - flat[1]) < 0.05 * np.linalg.norm(flat[1])
+
+    # A segment that is differentiated as a whole has the same Jacobian.
+    whole = fpr.build(config | {"gradient": "all"})
+    values = []
+    for m in (model, whole):
+        run = functools.partial(m.apply, method="jacobian_norm")
+        values.append(jax.jit(run)({"params": params}, batch, state, jax.random.key(1)))
+    np.testing.assert_allclose(*values, rtol=1e-3)
