@@ -115,7 +115,7 @@ class TRMLayer(base.Layer):
     def init_state(self, x: jax.Array, key: jax.Array | None) -> States:
         c = self.config
         if c.z0 == "random" and key is not None:
-            keys = jax.random.split(key, 1 + c.num_levels)
+            keys = [base.fold_in(key, i) for i in range(1 + c.num_levels)]
             high, *lows = (self.nets()[0].init_state(x, k) for k in keys)
         else:
             start = jax.lax.stop_gradient(self.start).astype(jnp.float32)

@@ -168,6 +168,24 @@ def test_starts(small):
     assert np.abs(random["H"] - random["L"][0]).max() > 0.1
 
 
+@pytest.mark.parametrize("name", ["trm", "hrm"])
+def test_random_starts_belong_to_their_keys(name):
+    config = SMALL | {"name": name, "z0": "random"}
+    params = fpr.init(config, KEY)
+    keys = jax.random.split(jax.random.key(3), len(BATCH["tokens"]))
+
+    def start(batch, key):
+        state = fpr.apply(config, params, batch, key=key, max_steps=0).state[0].z
+        return jax.tree.leaves(state)
+
+    every = start(BATCH, keys)
+    alone = start({k: v[1:2] for k, v in BATCH.items()}, keys[1:2])
+    for a, b in zip(every, alone, strict=True):
+        np.testing.assert_array_equal(a[1:2], b)
+        assert not np.allclose(a[0], a[1])
+    assert not np.allclose(every[0], every[1])
+
+
 def test_sizes_of_the_paper():
     """7M; state tracking: 10 network calls with 2 cycles of 4; 6 levels as deep as TRM."""
     sudoku = {
