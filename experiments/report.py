@@ -295,18 +295,26 @@ def draw(table: Table, found: Sequence[Line], path: Path) -> Path | None:
             return table_plots.plot_by_length(groups, table.metric[0], path, table.title)
     if table.figure == "budget":
         curves = {
-            line.label: [
-                run.result["budget"][str(line.length)]
-                for run in line.runs
-                if str(line.length) in run.result.get("budget", {})
-            ]
+            line.label: [_curve(run, str(line.length)) for run in line.runs]
             for line in told
             if not line.act  # marked on the curve of the line before
         }
-        if any(curves.values()):
+        if any(len(c["sequence_accuracy"]) > 1 for seeds in curves.values() for c in seeds):
             return table_plots.plot_budgets(curves, path, table.title)
     bars = [(line.label, line.row.paper, line.values) for line in told]
     return table_plots.plot_rows(bars, table.metric[0], path, table.title)
+
+
+def _curve(run: Finished, length: str) -> Mapping[str, Any]:
+    """Accuracy over budgets, see `budget.summarise`; without a loop, all there is is one point."""
+    if length in run.result.get("budget", {}):
+        return run.result["budget"][length]
+    point = {"sequence_accuracy": [run.result["sequence_accuracy"][length]]}
+    halting = dict(point)
+    for name, spent in (("effective_layers", "effective_layers"), ("flops", "flops_per_example")):
+        if f"{spent}_mean" in run.result:
+            point[name] = halting[f"{name}_mean"] = [run.result[f"{spent}_mean"][length]]
+    return point | {"halting": halting}
 
 
 def draw_difficulty(table: Table, found: Sequence[Line], stem: Path) -> list[Path]:

@@ -271,3 +271,17 @@ def test_configs_feed_the_rows_they_are_for(spec):
     config = configs.flatten(json.loads(json.dumps(raw)))
     for name, label in FEEDS[spec]:
         assert [r.label for r in tables.TABLES[name].rows if r.matches(config)] == [label]
+
+
+def test_a_model_without_a_loop_is_one_point_among_the_budgets(tmp_path, monkeypatch):
+    fprm = write_run(tmp_path / "f", sudoku(), puzzle_accuracy=0.9)
+    more = {"puzzle_accuracy": 0.6, "sequence_accuracy": 0.5}
+    deep = write_run(tmp_path / "d", sudoku(name="transformer"), **more)
+    result = json.loads((deep / "result.json").read_text())
+    (deep / "result.json").write_text(json.dumps(result | {"budget": {}}))
+    drawn = {}
+    monkeypatch.setattr(table_plots, "plot_budgets", lambda g, path, _: drawn.update(g) or path)
+    assert report.main(["comparison", f"--runs={fprm}", str(deep), f"--out={tmp_path}"]) == 0
+    spent = {"sequence_accuracy": [0.5], "effective_layers_mean": [7.5], "flops_mean": [2e6]}
+    point = {"sequence_accuracy": [0.5], "effective_layers": [7.5], "flops": [2e6]}
+    assert drawn == {"FPRM": [CURVE], "deep Transformer": [point | {"halting": spent}]}
