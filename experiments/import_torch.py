@@ -358,8 +358,9 @@ def import_checkpoint(argv: Sequence[str]) -> str:
     if config["task"]["name"] == "arc":
         told.append(
             "the rows of the puzzle embedding keep the authors' numbering of tasks, which is not "
-            "that of task.name='arc'"
+            "that of task.name='arc', so --mode=eval refuses them: read them with fpr.load"
         )
+        return "\n".join(told)
     command = f"python -m experiments.run --config={folder / 'config.py'} --workdir={folder}"
     data = " --config.task.path=DATA" if "path" in config["task"] else ""
     told.append(f"evaluate it: {command} --mode=eval{data}")

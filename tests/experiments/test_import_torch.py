@@ -491,3 +491,12 @@ def test_an_imported_run_can_be_evaluated(tmp_path, capsys, fast_compile):
     assert result["solver_steps_max"]["16"] <= 4
     assert 0 <= result["blank_accuracy"]["16"] <= 1
     assert result["budget"]["16"]["iterations"] == [1, 2, 3, 4]
+
+
+def test_arc_is_for_fpr_load_only(tmp_path, capsys, good):
+    good |= {"embed_tokens.embedding_weight": random(12, D), "lm_head.weight": random(12, D)}
+    safetensors.save_file(good, tmp_path / "x.safetensors")
+    flag = "--config.model.num_heads=4"
+    assert command(tmp_path / "x.safetensors", tmp_path / "run", "trm", flag) == 0
+    assert capsys.readouterr().out.endswith("read them with fpr.load\n")
+    assert fpr.load(tmp_path / "run")[1]["puzzle_embedding"].shape[1] == D
