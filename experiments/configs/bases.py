@@ -10,7 +10,9 @@ Variants:
     `sudoku.py:cpu4` (4×4, shipped data) with another base. The recurrent bases read the grid row by
     row in both directions within each sublayer; there is no convolution on the iterate but in the
     transformer's variant, which is cpu4 itself. Parameters: 132,674, 123,906, 125,058, 158,466 and
-    255,754. Not measured yet.
+    255,754. Measured, seed 0 only, one process on one busy core of a shared AMD EPYC: mlp_mixer
+    100% of the 471 held-out puzzles (8.7 effective layers, mean of an example), cnn 99.8% (15.3),
+    transformer 99.6% (16.6). mamba and fp_rnn are not measured yet.
   s3_cnn, s3_mamba, s3_fp_rnn: the config `state_tracking.py:fprm_s3_small` with a causal base
     (forwards only; mlp_mixer cannot be causal). 62,850, 65,090 and 89,412 parameters. Not measured
     yet.

@@ -297,7 +297,7 @@ def test_configs_have_the_papers_size_and_work():
     model = configs.load(f"{path}:fprm")["model"]
     shapes = jax.eval_shape(lambda: fpr.init(model, jax.random.key(0)))
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == 6_833_666
-    for variant in ("cpu4", "cpu9"):
+    for variant in ("cpu4", "cpu9", "cpu9_attention"):
         assert isinstance(configs.validate(configs.load(f"{path}:{variant}")), Sudoku)
     with pytest.raises(UserError, match="unknown variant 'cpu16'"):
         configs.load(f"{path}:cpu16")
