@@ -82,7 +82,13 @@ RECURSIONS = {
 }
 
 
-@pytest.mark.parametrize("options", RECURSIONS.values(), ids=RECURSIONS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, id=name, marks=[pytest.mark.slow] if name != "trm" else [])
+        for name, options in RECURSIONS.items()
+    ],
+)
 def test_the_exact_form_sees_through_the_cycles_without_gradient(options, fast_compile):
     """It equals the limit of the finite differences, in value and in gradient."""
     config = {k: v for k, v in CONFIG.items() if k != "z0_std"}
