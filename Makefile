@@ -30,7 +30,7 @@ test: lint types
 	$(BIN)/python -m pytest -n 2 -q -m 'not slow'
 
 test-slow: $(VENV)/.installed
-	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest -n 2 -q -m slow
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
