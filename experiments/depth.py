@@ -247,8 +247,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> Path:
     panels[1].set(title="norm of d loss / d z")
     for axes in panels:
         axes.set(xlabel="depth (iterations of f)", yscale="log")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
+        plots.plain_frame(axes)
     panels[0].legend(fontsize="x-small")
     return plots.save(figure, path)
 
@@ -265,8 +264,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--workdir", type=Path, metavar="DIR", help="run of the same model")
     parser.add_argument("--iterations", type=int, default=64, help="applications of f")
     flags = parser.parse(argv)
-    if flags.iterations < 1:
-        raise UserError(f"--iterations must be at least 1, got {flags.iterations}")
+    cli.check_least(flags, iterations=1)
     return flags
 
 

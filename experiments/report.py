@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from experiments import cli, table_plots
+from experiments import cli, plots, table_plots
 from experiments import config as configs
 from experiments.errors import UserError, unknown
 from experiments.identity import data_name
@@ -309,12 +309,10 @@ def _curve(run: Finished, length: str) -> Mapping[str, Any]:
     """Accuracy over budgets, see `budget.summarise`; without a loop, all there is is one point."""
     if length in run.result.get("budget", {}):
         return run.result["budget"][length]
-    point = {"sequence_accuracy": [run.result["sequence_accuracy"][length]]}
-    halting = dict(point)
-    for name, spent in (("effective_layers", "effective_layers"), ("flops", "flops_per_example")):
-        if f"{spent}_mean" in run.result:
-            point[name] = halting[f"{name}_mean"] = [run.result[f"{spent}_mean"][length]]
-    return point | {"halting": halting}
+    right = {"sequence_accuracy": [run.result["sequence_accuracy"][length]]}
+    means = zip(plots.MEAN, (f"{name}_mean" for name in EFFORT))
+    spent = {name: [run.result[mean][length]] for name, mean in means if mean in run.result}
+    return right | spent | {"halting": right | {plots.MEAN[n]: v for n, v in spent.items()}}
 
 
 def draw_difficulty(table: Table, found: Sequence[Line], stem: Path) -> list[Path]:

@@ -155,8 +155,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     flags = parser.parse(argv)
     if flags.on_error not in puzzle_files.ON_ERROR:
         raise unknown("--on_error", flags.on_error, puzzle_files.ON_ERROR)
-    if flags.max_steps < 0:
-        raise UserError(f"--max_steps must not be negative, got {flags.max_steps}")
+    cli.check_least(flags, max_steps=0)
     if flags.max_steps >= 2**31:
         raise UserError(f"--max_steps must be below 2**31, got {flags.max_steps}")
     for name, suffix in (("picture", ".png"), ("animation", ".gif")):

@@ -196,7 +196,7 @@ def test_a_run_of_another_model_is_refused(config, params, file, tmp_path, capsy
         (["--config=absent.py", "--out=OUT"], "unknown config file 'absent.py'"),
         (["--config=FILE:lstm", "--out=OUT"], "model.name is 'lstm'"),
         (["--config=FILE", "--out=OUT", "--workdir=absent"], "absent/config.json does not exist"),
-        (["--config=FILE", "--out=OUT", "--iterations=0"], "must be at least 1, got 0"),
+        (["--config=FILE", "--out=OUT", "--iterations=0"], "iterations=0, allowed: at least 1"),
         (["--config=FILE", "--out=OUT", "--iteration=3"], "did you mean '--iterations'"),
     ],
 )

@@ -141,7 +141,7 @@ def test_long_animations_skip_iterations(tmp_path, monkeypatch):
         (["--workdir=w", "--input=x", "--pictur=a.png"], "did you mean '--picture'"),
         (["--workdir=w", "--input=x", "--picture=a.jpg"], "--picture must end in .png"),
         (["--workdir=w", "--input=x", "--on_error=ask"], "valid: stop, skip"),
-        (["--workdir=w", "--input=x", "--max_steps=-1"], "must not be negative"),
+        (["--workdir=w", "--input=x", "--max_steps=-1"], "max_steps=-1, allowed: at least 0"),
         (
             ["--workdir=w", "--input=x", "--max_steps=3000000000"],
             "--max_steps must be below 2**31, got 3000000000",
